@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks``. Every case checks the bytes too; docs/benchmarks.md says what each means."""

@@ -1,0 +1,198 @@
+// The C ABI that tdgpu/transfer/native.py speaks: plain functions, no exceptions, no ownership that is not named.
+//
+// Functions that can fail return a Cause (0: fine) and leave the words and the code with the calling thread, for
+// tdgpu_last_error. Waits are bounded, so that the Python side can look for signals between them.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine.h"
+
+#define TDGPU_API extern "C" __attribute__((visibility("default")))
+
+#ifndef TDGPU_VERSION
+#define TDGPU_VERSION ""
+#endif
+#ifndef TDGPU_SOURCE_ID
+#define TDGPU_SOURCE_ID ""
+#endif
+
+using namespace tdgpu;
+
+namespace {
+
+thread_local int last_code = 0;
+thread_local std::string last_message;
+
+template <class Function>
+int guarded(Function function) {
+    try {
+        function();
+        return int(Cause::none);
+    } catch (const Error& error) {
+        last_code = error.code;
+        last_message = error.what();
+        return int(error.cause);
+    } catch (const std::bad_alloc&) {
+        last_code = 0;
+        last_message = "out of host memory";
+        return int(Cause::memory);
+    } catch (const std::exception& error) {
+        last_code = 0;
+        last_message = error.what();
+        return int(Cause::invalid);
+    }
+}
+
+Plan make_plan(const char* const* files, uint32_t file_count, const Piece* pieces, uint32_t piece_count, const Chunk* chunks,
+               uint32_t chunk_count) {
+    Plan plan;
+    plan.files.assign(files, files + file_count);
+    plan.pieces.assign(pieces, pieces + piece_count);
+    plan.chunks.assign(chunks, chunks + chunk_count);
+    return plan;
+}
+
+void copy_text(const std::string& text, char* to, size_t size) {
+    if (size == 0) return;
+    const size_t n = std::min(text.size(), size - 1);
+    memcpy(to, text.data(), n);
+    to[n] = 0;
+}
+
+}  // namespace
+
+// What a load reports of itself. Part of the C ABI.
+struct LoadReport {
+    uint64_t bytes_read;
+    int64_t failed_piece;
+    uint64_t wanted, found;
+    int32_t cause, code;
+    int32_t is_filled;
+    int32_t reserved;
+};
+
+TDGPU_API const char* tdgpu_version() { return TDGPU_VERSION; }
+TDGPU_API const char* tdgpu_source_id() { return TDGPU_SOURCE_ID; }
+
+TDGPU_API int tdgpu_last_error(char* message, size_t size) {
+    copy_text(last_message, message, size);
+    return last_code;
+}
+
+// A test's stand-in for pread; null puts the real one back.
+TDGPU_API void tdgpu_set_pread(PreadFunction function) { pread_function = function ? function : &::pread; }
+
+// --- drivers ----------------------------------------------------------------------------------------------------------
+
+TDGPU_API int tdgpu_driver_open(const char* path, Driver** driver) {
+    return guarded([&] { *driver = new Driver(path); });
+}
+
+TDGPU_API int tdgpu_driver_facts(Driver* driver, int* version, int* devices) {
+    return guarded([&] {
+        driver->check(driver->DriverGetVersion(version), "cuDriverGetVersion");
+        driver->check(driver->DeviceGetCount(devices), "cuDeviceGetCount");
+    });
+}
+
+TDGPU_API int tdgpu_driver_device_name(Driver* driver, int device, char* name, size_t size) {
+    return guarded([&] {
+        CUdevice handle = 0;
+        driver->check(driver->DeviceGet(&handle, device), "cuDeviceGet");
+        driver->check(driver->DeviceGetName(name, int(size), handle), "cuDeviceGetName");
+    });
+}
+
+// --- engines ----------------------------------------------------------------------------------------------------------
+
+TDGPU_API int tdgpu_engine_create(Driver* driver, int device, uint64_t ring_bytes, uint32_t threads, Engine** engine) {
+    return guarded([&] { *engine = new Engine(*driver, device, ring_bytes, threads); });
+}
+
+TDGPU_API void tdgpu_engine_facts(Engine* engine, uint64_t* ring_bytes, uint64_t* pinned_bytes, uint64_t* largest_chunk, char* why_host,
+                                  size_t size) {
+    *ring_bytes = engine->ring_bytes();
+    *pinned_bytes = engine->pinned_bytes();
+    *largest_chunk = engine->largest_chunk();
+    copy_text(engine->why_host(), why_host, size);
+}
+
+// The engine's memory stays: transfers may still name it.
+TDGPU_API int tdgpu_engine_close(Engine* engine, int64_t milliseconds) {
+    return guarded([&] { engine->close(milliseconds); });
+}
+
+// --- transfers to a device --------------------------------------------------------------------------------------------
+
+TDGPU_API int tdgpu_engine_take_road(Engine* engine, int road, int64_t milliseconds, int* is_taken) {
+    return guarded([&] { *is_taken = engine->take_road(Road(road), milliseconds); });
+}
+
+TDGPU_API int tdgpu_transfer_begin(Engine* engine, const char* const* files, uint32_t file_count, const Piece* pieces, uint32_t piece_count,
+                                   const Chunk* chunks, uint32_t chunk_count, uint32_t events, uint64_t consumer_stream,
+                                   Transfer** transfer) {
+    return guarded([&] {
+        *transfer = engine->begin(make_plan(files, file_count, pieces, piece_count, chunks, chunk_count),
+                                  reinterpret_cast<CUstream>(consumer_stream), events)
+                        .release();
+    });
+}
+
+TDGPU_API int tdgpu_transfer_pump(Engine* engine, Transfer* transfer, int64_t milliseconds, int* is_enqueued) {
+    return guarded([&] { *is_enqueued = engine->pump(*transfer, milliseconds); });
+}
+
+TDGPU_API int tdgpu_transfer_abort(Engine* engine, Transfer* transfer, int64_t milliseconds, int* is_over) {
+    return guarded([&] { *is_over = engine->abort(*transfer, milliseconds); });
+}
+
+TDGPU_API int tdgpu_transfer_order(Engine* engine, Transfer* transfer, uint32_t event, uint64_t stream) {
+    return guarded([&] { engine->order(*transfer, event, reinterpret_cast<CUstream>(stream)); });
+}
+
+TDGPU_API int tdgpu_transfer_wait(Engine* engine, Transfer* transfer, uint32_t event, int64_t milliseconds, int* has_passed) {
+    return guarded([&] { *has_passed = engine->wait(*transfer, event, milliseconds); });
+}
+
+TDGPU_API Load* tdgpu_transfer_load(Transfer* transfer) { return &transfer->load(); }
+TDGPU_API void tdgpu_transfer_release(Transfer* transfer) { delete transfer; }
+
+// --- loads ------------------------------------------------------------------------------------------------------------
+
+TDGPU_API void tdgpu_load_cancel(Load* load) { load->cancel(); }
+
+TDGPU_API int tdgpu_load_wait_filled(Load* load, int64_t milliseconds) { return load->wait_filled(milliseconds); }
+
+TDGPU_API void tdgpu_load_report(Load* load, LoadReport* report, char* message, size_t size) {
+    const Failure failure = load->failure();
+    *report = LoadReport{load->bytes_read(), failure.piece,     failure.wanted,          failure.found,
+                         int32_t(failure.cause), failure.code, int32_t(load->is_filled()), 0};
+    copy_text(failure.message, message, size);
+}
+
+// --- reads into host memory, without a device -------------------------------------------------------------------------
+
+using SharedLoad = std::shared_ptr<Load>;
+
+TDGPU_API int tdgpu_readers_create(uint32_t threads, Readers** readers) {
+    return guarded([&] { *readers = new Readers(threads); });
+}
+
+// Joins the threads. Reads that are queued end without being read.
+TDGPU_API void tdgpu_readers_destroy(Readers* readers) { delete readers; }
+
+TDGPU_API int tdgpu_readers_post(Readers* readers, const char* const* files, uint32_t file_count, const Piece* pieces, uint32_t piece_count,
+                                 const Chunk* chunks, uint32_t chunk_count, SharedLoad** read) {
+    return guarded([&] {
+        Plan plan = make_plan(files, file_count, pieces, piece_count, chunks, chunk_count);
+        plan.check(0, UINT64_MAX);
+        auto load = std::make_shared<Load>(std::move(plan), nullptr);
+        readers->post(load);
+        *read = new SharedLoad(std::move(load));
+    });
+}
+
+TDGPU_API Load* tdgpu_read_load(SharedLoad* read) { return read->get(); }
+TDGPU_API void tdgpu_read_release(SharedLoad* read) { delete read; }

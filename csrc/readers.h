@@ -1,0 +1,52 @@
+// The reader threads. They read files into memory and open gates; they make no CUDA call, so that no lock of the driver
+// can stop them, and they know nothing of Python.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "load.h"
+
+namespace tdgpu {
+
+class Readers {
+public:
+    explicit Readers(unsigned threads);
+    ~Readers();  // stop()
+    Readers(const Readers&) = delete;
+    Readers& operator=(const Readers&) = delete;
+
+    // Queues all of the load's chunks. Loads are served in the order in which they came.
+    void post(std::shared_ptr<Load> load);
+
+    // Queued chunks need not be read any more. They still wait for their places and open their gates in order.
+    void cancel();
+
+    // Opens the gates of every queued chunk at once, then ends and joins the threads.
+    void stop();
+
+private:
+    struct Work {
+        std::shared_ptr<Load> load;
+        uint32_t chunk = 0, first = 0, last = 0;
+    };
+    void run(unsigned number);
+    bool take(Work& work, Load::OpenFile& open);
+
+    std::mutex mutex_;
+    std::condition_variable posted_;
+    struct Cursor {
+        std::shared_ptr<Load> load;
+        uint32_t chunk = 0, piece = 0;
+    };
+    std::deque<Cursor> queue_;
+    std::atomic<bool> stop_{false};
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace tdgpu

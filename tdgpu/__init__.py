@@ -1,0 +1,19 @@
+"""tdgpu: tensordict's memory-mapped saves, to the GPU and back, at the speed of the disk and the link.
+
+>>> import tdgpu
+>>> from tensordict import TensorDict
+>>> import tempfile, torch
+>>> with tempfile.TemporaryDirectory() as path:
+...     _ = TensorDict(a=torch.arange(3)).memmap(path)
+...     print(tdgpu.load_memmap(path, device="cpu")["a"].tolist())
+[0, 1, 2]
+"""
+
+from tdgpu.errors import TdgpuError
+from tdgpu.load import load_memmap
+from tdgpu.options import options
+from tdgpu.transfer import LoadFuture, LoadProgress, synchronize
+
+__version__ = "0.1.0"
+
+__all__ = ["LoadFuture", "LoadProgress", "TdgpuError", "__version__", "load_memmap", "options", "synchronize"]

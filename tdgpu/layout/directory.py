@@ -1,0 +1,342 @@
+"""Reads a saved directory into a tree, and checks it: every file that the metadata names, its type and its size."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tdgpu.errors import (
+    InvalidArgument,
+    KeyEscapeError,
+    LeafSizeError,
+    MissingLeafError,
+    SaveNotFound,
+    SubpathError,
+    TdgpuError,
+)
+from tdgpu.layout import classes, collector, keys, metadata
+from tdgpu.layout.files import Where, exists, read_small, size_of
+from tdgpu.layout.tree import Extent, Key, Kind, Leaf, Level, Save, Shape
+from tdgpu.options import get as get_options
+
+__all__ = ["MAX_DEPTH", "read"]
+
+#: Levels below one another. tensordict's own recursion ends not far above.
+MAX_DEPTH = 256
+
+
+def read(
+    prefix: str | os.PathLike[str],
+    *,
+    subpath: object = None,
+    robust_key: bool | None = True,
+    check: bool = True,
+) -> Save:
+    """Reads the structure of a saved directory.
+
+    Args:
+        prefix: the directory.
+        subpath: the nested level to read instead of the root, as a nested key or a ``"/"``-separated path.
+        robust_key: whether file names are percent-encoded keys, with a fallback to raw ones (True, None), or raw keys
+            only (False).
+        check: whether to look at every leaf's file: that it is there, is a file, and holds enough bytes. Without it,
+            one listing per directory tells what is there. Sizes of nested leaves are read in both cases.
+
+    Returns:
+        The tree. No leaf file has been opened, except the sizes of nested leaves.
+
+    Raises:
+        SaveNotFound: there is no save at ``prefix``, or a level has no ``meta.json``.
+        InvalidArgument: ``prefix`` is a file.
+        SubpathError: ``subpath`` names no saved level.
+        MissingLeafError: a leaf, child or stack member is not there.
+        LeafSizeError: a leaf's file is too short.
+        FormatError: malformed metadata, an unknown class, a key that leads out of the save.
+
+    >>> import tempfile, torch
+    >>> from tensordict import TensorDict
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     _ = TensorDict(a=torch.zeros(3), b=TensorDict(c=torch.ones(2, 2))).memmap(path)
+    ...     for leaf in read(path).leaves():
+    ...         print(leaf.key, leaf.shape, leaf.dtype, leaf.nbytes)
+    ('a',) (3,) torch.float32 12
+    ('b', 'c') (2, 2) torch.float32 16
+    """
+    root = str(Path(prefix))
+    reader = _Reader(root, robust=robust_key is None or bool(robust_key), check=check)
+    parts = None if subpath is None else keys.parts_of(subpath)
+    if parts is None and os.path.isfile(root):
+        raise InvalidArgument("This is a file, but not a saved directory or an archive of one.", file=root)
+    path = root if parts is None else reader.below(parts)
+    with collector.paused():
+        return Save(root, reader.level(path, ()))
+
+
+class _Reader:
+    """One reading of one save."""
+
+    def __init__(self, save: str, *, robust: bool, check: bool) -> None:
+        self.save = save
+        self.robust = robust
+        self.check = check
+        # Links can make a small save look endless: the bound on one meta.json also bounds all of them together.
+        self.budget = get_options().max_metadata_bytes
+        self.ancestors: list[tuple[int, int]] = []
+        self.stacks = 0  # lazy stacks among them
+
+    # --- levels ---
+
+    def level(self, path: str, key: Key) -> Level:
+        """The level at ``path`` and all below it."""
+        self.ancestors.append(self._directory(Where(self.save, key, path)))
+        where = Where(self.save, key, os.path.join(path, "meta.json"))
+        meta = self._meta(where)
+        cls = classes.resolve(meta, where)
+        level = Level(key, path, classes.kind_of(cls, meta), cls, meta)
+        if level.kind in (Kind.TENSORDICT, Kind.TYPED):
+            self._tensordict(level, where)
+        elif level.kind in (Kind.TENSORCLASS, Kind.NON_TENSOR_DATA):
+            self._tensorclass(level)
+        elif level.kind is Kind.LAZY_STACK:
+            self._lazy_stack(level, where)
+        elif level.kind is Kind.FOREIGN and exists(os.path.join(path, "_source", "meta.json")):
+            # Its own loader will read it; what lies there is checked all the same.
+            level.children["_source"] = self.level(os.path.join(path, "_source"), key)
+        self.ancestors.pop()
+        return level
+
+    def _directory(self, where: Where) -> tuple[int, int]:
+        """The identity of the directory of a level, once it is known to be one and not to lie in itself."""
+        try:
+            status = os.stat(where.file)
+        except (OSError, ValueError) as error:
+            failure = where.from_os(error)
+            if failure is None:
+                missing = (MissingLeafError, "The directory of this level is missing.")
+                failure = where.error(*missing if self.ancestors else (SaveNotFound, "There is no save here."))
+            raise failure from error
+        if not stat.S_ISDIR(status.st_mode):
+            raise where.error(MissingLeafError, "A directory is expected here, but this is none.")
+        identity = (status.st_dev, status.st_ino)
+        if len(self.ancestors) > MAX_DEPTH or identity in self.ancestors:
+            raise where.malformed(f"The levels of this save form a loop, or lie more than {MAX_DEPTH} deep.")
+        return identity
+
+    def _meta(self, where: Where) -> dict[str, Any]:
+        data = read_small(where, missing=SaveNotFound, bound=self.budget)
+        self.budget -= len(data)
+        return metadata.parse(data, where)
+
+    def _tensordict(self, level: Level, where: Where) -> None:
+        checker = metadata.ShapeChecker(where)
+        level.batch_size = checker.shape(None, level.meta.get("shape", []))
+        level.saved_device = metadata.saved_device(level.meta.get("device", "None"), where)
+        level.names = metadata.names(level.meta.get("_names"), len(level.batch_size), where)
+        for key in self._leaves(level, checker):
+            level.children[key] = self.level(self._child_path(level, key), (*level.key, key))
+
+    def _tensorclass(self, level: Level) -> None:
+        path = os.path.join(level.path, "_tensordict")
+        if os.path.lexists(path):
+            child = level.children["_tensordict"] = self.level(path, level.key)
+            level.batch_size = child.batch_size
+        elif level.kind is Kind.TENSORCLASS:
+            raise Where(self.save, level.key, path).error(
+                MissingLeafError, "The directory of this tensorclass's tensors is missing."
+            )
+
+    def _lazy_stack(self, level: Level, where: Where) -> None:
+        dim = metadata.stack_dim(level.meta.get("stack_dim"), where)
+        self.stacks += 1
+        if self.stacks > metadata.MAX_STACKED:
+            raise where.malformed(f"Lazy stacks are nested more than {metadata.MAX_STACKED} deep.")
+        found = [name for name in os.listdir(level.path) if name.isascii() and name.isdigit()]
+        # No count is stored: the largest member that is there says how many there must be.
+        present = {int(name) for name in found if len(name) < 10 and str(int(name)) == name}
+        for i in range(max(present, default=0) + 1):
+            if i not in present:
+                raise Where(self.save, level.key, os.path.join(level.path, str(i))).error(
+                    MissingLeafError, f"The member {i} of this lazy stack is missing."
+                )
+            level.children[str(i)] = self.level(os.path.join(level.path, str(i)), (*level.key, str(i)))
+        self.stacks -= 1
+        sizes = [child.batch_size for child in level.children.values()]
+        first = sizes[0]
+        if first is None or None in sizes:
+            return  # only the rebuilt members know
+        if any(len(size) != len(first) for size in sizes if size is not None):
+            raise where.malformed("The members of this lazy stack have different numbers of batch dimensions.")
+        if not -len(first) - 1 <= dim <= len(first):
+            raise where.malformed(f"The stack_dim {dim} does not fit members of {len(first)} batch dimensions.")
+        dim += len(first) + 1 if dim < 0 else 0
+        level.batch_size = (*first[:dim], len(sizes), *first[dim:])
+
+    def _child_path(self, level: Level, key: str) -> str:
+        if not self.robust:
+            return os.path.join(level.path, keys.stay_inside(key, Where(self.save, (*level.key, key), level.path)))
+        name = keys.encode(key)
+        path = os.path.join(level.path, name)
+        if name != key and not os.path.isdir(path):
+            legacy = keys.legacy_name(key, child=True)
+            if legacy is not None and os.path.isdir(os.path.join(level.path, legacy)):
+                return os.path.join(level.path, legacy)
+        return path
+
+    # --- leaves ---
+
+    def _leaves(self, level: Level, checker: metadata.ShapeChecker) -> list[str]:
+        """Fills ``level.leaves``, and returns the keys of the children."""
+        children: list[str] = []
+        base, leaves = level.key, level.leaves
+        directory = level.path + "/"
+        listing = None if self.check else set(os.listdir(directory))
+        plain = self.robust and keys.all_plain(level.meta)
+        for key, entry in level.meta.items():
+            if type(entry) is not dict:
+                continue
+            get = entry.get
+            if get("type") is not None:
+                children.append(key)
+                continue
+            raw_dtype, raw_shape = get("dtype"), get("shape")
+            if raw_dtype is None or raw_shape is None:
+                continue  # an incomplete entry, or one of a kind that is not known: tensordict ignores it too
+            shape, dtype, nbytes = checker.leaf(key, raw_shape, raw_dtype)
+            full = (*base, key)
+            if get("is_nested"):
+                leaves[key] = self._nested_leaf(directory, full, shape, dtype)
+                continue
+            if not nbytes:
+                leaves[key] = Leaf(full, shape, dtype, None)
+                continue
+            name = key + ".memmap" if plain else self._name(directory, full)
+            if listing is None:
+                path, found = self._leaf_file(directory, full, name)
+                if found < nbytes:
+                    raise self._too_short(Where(self.save, full, path), nbytes, found)
+            elif name in listing:
+                path = directory + name
+            else:
+                path = self._unlisted_file(directory, full, name, listing)
+            leaves[key] = Leaf(full, shape, dtype, Extent(path, 0, nbytes), None, nbytes)
+        return children
+
+    def _too_short(self, where: Where, wanted: int, found: int) -> TdgpuError:
+        if found < 0:
+            return where.error(MissingLeafError, "The leaf's file is missing.")
+        return where.error(LeafSizeError, "The leaf's file is too short.", wanted=wanted, found=found)
+
+    def _name(self, directory: str, key: Key) -> str:
+        """The file name of a leaf."""
+        if self.robust:
+            return f"{keys.encode(key[-1])}.memmap"
+        return keys.stay_inside(f"{key[-1]}.memmap", Where(self.save, key, directory))
+
+    def _legacy_name(self, key: Key, name: str) -> str | None:
+        """The name to look for where there is no file ``name``."""
+        legacy = keys.legacy_name(key[-1], child=False) if self.robust else None
+        return None if legacy is None or f"{legacy}.memmap" == name else f"{legacy}.memmap"
+
+    def _leaf_file(self, directory: str, key: Key, name: str) -> tuple[str, int]:
+        """The file of a leaf and its size in bytes (-1: missing)."""
+        size = size_of(directory + name, self.save, key)
+        if size < 0:
+            legacy = self._legacy_name(key, name)
+            legacy_size = -1 if legacy is None else size_of(directory + legacy, self.save, key)
+            if legacy is not None and legacy_size >= 0:
+                return directory + legacy, legacy_size
+        return directory + name, size
+
+    def _unlisted_file(self, directory: str, key: Key, name: str, listing: set[str]) -> str:
+        """The file of a leaf whose own name is not among those in its directory."""
+        if "/" in name and exists(directory + name):
+            return directory + name
+        legacy = self._legacy_name(key, name)
+        if legacy is not None and legacy in listing:
+            return directory + legacy
+        raise self._too_short(Where(self.save, key, directory + name), 0, -1)
+
+    def _nested_leaf(self, directory: str, key: Key, shape: Shape, dtype: torch.dtype) -> Leaf:
+        """A strided nested tensor: its sizes are read, and the file of its values is checked against them."""
+        path, found = self._leaf_file(directory, key, self._name(directory, key))
+        where = Where(self.save, key, str(Path(path).with_suffix(".shape.memmap")))
+        if len(shape) != 2:
+            raise where.malformed(f"The sizes of a nested leaf have two dimensions, not the shape {list(shape)}.")
+        nbytes = math.prod(shape) * 8
+        data = b""
+        if nbytes:  # components without dimensions have sizes without elements, and no file
+            on_disk = size_of(where.file, self.save, key)
+            if on_disk < nbytes:
+                raise self._too_short(where, nbytes, on_disk)
+            data = read_small(where, missing=MissingLeafError, bound=self.budget, exactly=nbytes)
+            self.budget -= nbytes
+        sizes = np.frombuffer(data, dtype=np.int64).reshape(shape).copy()
+        if (sizes < 0).any():
+            raise where.malformed("A nested leaf has a negative size.")
+        # In floating point first, where a product that int64 cannot hold does not wrap around.
+        if np.prod(np.maximum(sizes, 1).astype(np.float64), axis=1).sum() * dtype.itemsize >= 2.0**62:
+            raise where.malformed("The sizes of this nested leaf are too large.")
+        values = int(np.prod(sizes, axis=1).sum()) * dtype.itemsize
+        if values and found < values:
+            raise self._too_short(Where(self.save, key, path), values, found)
+        extent = Extent(path, 0, values) if values else None
+        leaf = Leaf(key, shape, dtype, extent, Extent(where.file, 0, nbytes), values)
+        leaf.nested_sizes = _host_tensor(sizes)
+        return leaf
+
+    # --- subpath ---
+
+    def below(self, parts: Key) -> str:
+        """The directory of the level that ``parts`` names.
+
+        Raises:
+            SubpathError: there is none.
+        """
+        path = self.save
+        for part in parts:
+            where = Where(self.save, (), os.path.join(path, "meta.json"))
+            try:
+                name = keys.encode(part) if self.robust else keys.stay_inside(part, where)
+            except KeyEscapeError as error:
+                raise SubpathError(
+                    f"The subpath {'/'.join(parts)!r} leads outside the save.", save=self.save
+                ) from error
+            inner = os.path.join(path, "_tensordict")
+            if (
+                part != "_tensordict"
+                and not exists(os.path.join(path, name))
+                and exists(os.path.join(inner, "meta.json"))
+                and exists(where.file)
+                and classes.is_tensorclass_name(self._meta(where).get("_type"))
+            ):
+                path = inner  # a tensorclass keeps its tensors there: resolve the key as its own get() does
+            candidate = os.path.join(path, name)
+            legacy = keys.legacy_name(part, child=True) if self.robust else None
+            if (
+                legacy is not None
+                and not exists(os.path.join(candidate, "meta.json"))
+                and exists(os.path.join(path, legacy, "meta.json"))
+            ):
+                candidate = os.path.join(path, legacy)
+            path = candidate
+        if not exists(os.path.join(path, "meta.json")):
+            raise SubpathError(
+                f"There is no saved level under the subpath {'/'.join(parts)!r}.",
+                save=self.save,
+                file=os.path.join(path, "meta.json"),
+            )
+        return path
+
+
+def _host_tensor(array: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+    """A real CPU tensor, also while a FakeTensorMode is active."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        return torch.from_numpy(array)

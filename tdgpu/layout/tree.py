@@ -1,0 +1,205 @@
+"""The tree of a save: levels that hold leaves, and where each leaf's bytes are.
+
+Plain classes with slots, because a save of ten thousand leaves makes twenty thousand of these objects before anything
+else can begin.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+Key = tuple[str, ...]
+Shape = tuple[int, ...]
+
+__all__ = ["Extent", "Key", "Kind", "Leaf", "Level", "Save", "Shape"]
+
+
+class Extent:
+    """A run of bytes in a file.
+
+    Attributes:
+        file: path of the file.
+        offset: first byte.
+        nbytes: bytes that are stored there (compressed bytes if there is a codec).
+        codec: how they are compressed, or None.
+    """
+
+    __slots__ = ("codec", "file", "nbytes", "offset")
+
+    def __init__(self, file: str, offset: int, nbytes: int, codec: str | None = None) -> None:
+        self.file = file
+        self.offset = offset
+        self.nbytes = nbytes
+        self.codec = codec
+
+    def __repr__(self) -> str:
+        return f"Extent({self.file!r}, {self.offset}, {self.nbytes}, {self.codec!r})"
+
+
+class Leaf:
+    """One saved tensor.
+
+    Attributes:
+        key: nested key from the loaded root, as in ``td[key]``; members of a stack are ``"0"``, ``"1"``, ...
+        shape: shape of the tensor, or of its tensor of sizes if the leaf is nested.
+        dtype: dtype of the elements.
+        extent: where the elements are; None if there are none.
+        sizes: where the sizes of a nested leaf are (int64); None if the leaf is not nested.
+        nested_sizes: the int64 host tensor of those sizes, one row per component; None if the leaf is not nested.
+        nbytes: bytes of the elements in memory.
+    """
+
+    __slots__ = ("dtype", "extent", "key", "nbytes", "nested_sizes", "shape", "sizes")
+
+    def __init__(
+        self,
+        key: Key,
+        shape: Shape,
+        dtype: torch.dtype,
+        extent: Extent | None,
+        sizes: Extent | None = None,
+        nbytes: int = 0,
+    ) -> None:
+        self.key = key
+        self.shape = shape
+        self.dtype = dtype
+        self.extent = extent
+        self.sizes = sizes
+        self.nbytes = nbytes
+        self.nested_sizes: torch.Tensor | None = None
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the leaf is a strided nested tensor."""
+        return self.sizes is not None
+
+    def __repr__(self) -> str:
+        return f"Leaf({'/'.join(self.key)!r}, {self.shape}, {self.dtype}, {self.nbytes} bytes)"
+
+
+class Kind(enum.Enum):
+    """How a level is stored and rebuilt. ``classes.kind_of`` tells it from the saved class."""
+
+    TENSORDICT = "tensordict"
+    TYPED = "typed"
+    TENSORCLASS = "tensorclass"
+    NON_TENSOR_DATA = "non-tensor data"
+    NON_TENSOR_STACK = "non-tensor stack"
+    LAZY_STACK = "lazy stack"
+    FOREIGN = "foreign"
+
+
+class Level:
+    """One directory of a save (or what mirrors it in an archive).
+
+    Attributes:
+        key: nested key from the loaded root.
+        path: the directory.
+        kind: how it is stored.
+        cls: the class that was saved, as tensordict resolves it.
+        meta: its ``meta.json``, parsed.
+        batch_size: batch size, or None where only the rebuilt object knows it.
+        saved_device: the device in ``meta.json``, or None.
+        names: names of the batch dimensions, or None.
+        leaves: the tensors at this level, by key, in saved order.
+        children: the levels below, in saved order: by key; by ``"0"``, ``"1"``, ... in a lazy stack; a tensorclass
+            keeps its tensors in the child ``"_tensordict"``, a foreign view what it looks at in ``"_source"``.
+        objects: non-tensor contents, once ``objects.resolve`` has read them.
+    """
+
+    __slots__ = (
+        "batch_size", "children", "cls", "key", "kind", "leaves", "meta", "names", "objects", "path", "saved_device",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        key: Key,
+        path: str,
+        kind: Kind,
+        cls: type,
+        meta: dict[str, Any],
+        batch_size: Shape | None = None,
+        saved_device: torch.device | None = None,
+        names: list[str | None] | None = None,
+    ) -> None:
+        self.key = key
+        self.path = path
+        self.kind = kind
+        self.cls = cls
+        self.meta = meta
+        self.batch_size = batch_size
+        self.saved_device = saved_device
+        self.names = names
+        self.leaves: dict[str, Leaf] = {}
+        self.children: dict[str, Level] = {}
+        self.objects: Any = None
+
+    def walk(self, *, into_foreign: bool = False) -> Iterator[Level]:
+        """This level and those below it, parents first; what lies below a foreign level only if asked."""
+        yield self
+        if self.kind is not Kind.FOREIGN or into_foreign:
+            for child in self.children.values():
+                yield from child.walk(into_foreign=into_foreign)
+
+    def __repr__(self) -> str:
+        return f"Level({'/'.join(self.key)!r}, {self.kind.value}, {len(self.leaves)} leaves, {list(self.children)})"
+
+
+class Save:
+    """A save, or the part of one below a subpath.
+
+    Attributes:
+        prefix: what the caller named: the directory or archive.
+        root: its top level.
+    """
+
+    __slots__ = ("prefix", "root")
+
+    def __init__(self, prefix: str, root: Level) -> None:
+        self.prefix = prefix
+        self.root = root
+
+    def leaves(self) -> list[Leaf]:
+        """Every leaf that tdgpu loads, all of a level before those of its children."""
+        return [leaf for level in self.root.walk() for leaf in level.leaves.values()]
+
+    def foreign(self) -> list[Level]:
+        """The levels that tensordict, or the class's own code, must load."""
+        return [level for level in self.root.walk() if level.kind is Kind.FOREIGN]
+
+    def select(self, key: Key) -> list[Leaf] | None:
+        """The leaves that the rebuilt object shows at a nested key; None if there is nothing of that key.
+
+        A lazy stack shows what its members have in common: the key then names a leaf of each.
+        """
+        return _select(self.root, key)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves in memory."""
+        return sum(leaf.nbytes for leaf in self.leaves())
+
+    def __repr__(self) -> str:
+        return f"Save({self.prefix!r}, {self.root!r})"
+
+
+def _select(level: Level, key: Key) -> list[Leaf] | None:
+    if not key:
+        return [leaf for below in level.walk() for leaf in below.leaves.values()]
+    if level.kind is Kind.FOREIGN:
+        return []  # its own loader has filled it
+    if level.kind is Kind.LAZY_STACK:
+        found = [_select(member, key) for member in level.children.values()]
+        return None if None in found else [leaf for leaves in found for leaf in leaves or ()]
+    if level.kind is Kind.TENSORCLASS and key[0] not in level.children:
+        inner = level.children.get("_tensordict")
+        shown = None if inner is None else _select(inner, key)
+        return [] if shown is None and len(key) == 1 and key[0] in level.meta else shown
+    if len(key) == 1 and key[0] in level.leaves:
+        return [level.leaves[key[0]]]
+    child = level.children.get(key[0])
+    return None if child is None else _select(child, key[1:])

@@ -1,0 +1,203 @@
+"""One engine per device with a driver table: it streams chunks through the ring on the gated copy stream."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tdgpu.errors import DeviceError, TransferError
+from tdgpu.layout.tree import Leaf
+from tdgpu.options import get as get_options
+from tdgpu.transfer import native, streams
+from tdgpu.transfer.base import Flight, Transfer
+from tdgpu.transfer.plan import LoadPlan, make_plan
+from tdgpu.transfer.watcher import Watcher
+
+
+class DeviceEngine:
+    """A device's native engine, and the lock for those who enqueue."""
+
+    def __init__(self, driver: native.Driver, device: torch.device) -> None:
+        settings = get_options()
+        self.device = device
+        self.settings = settings
+        self.native = native.Engine(driver, device.index, settings.ring_bytes, settings.threads)
+        self.watcher = Watcher(device)
+        self._enqueuing = _EnqueueLock(device)
+        self._kept: list[tuple[LoadPlan, native.Transfer]] = []
+        if self.native.pinned_bytes < settings.ring_bytes:
+            warn_about_pinned(device, self.native.pinned_bytes, settings.ring_bytes)
+
+    def road(self) -> str:
+        """``"gated"`` or ``"host"``, as the options and the device allow.
+
+        Raises:
+            DeviceError: the options insist on what the device cannot do.
+        """
+        wanted = get_options().path
+        if wanted == "gated" and self.native.why_host:
+            raise DeviceError(f"TDGPU_PATH=gated, but {self.device} cannot: {self.native.why_host}.")
+        return "host" if wanted == "host" or self.native.why_host else "gated"
+
+    def start(self, save: str, leaves: Sequence[Leaf], *, early: bool) -> DeviceTransfer:
+        """Allocates, enqueues everything, and returns while the bytes are still on their way."""
+        settings = get_options()
+        stream = streams.current_stream(self.device)
+        road = self.road()
+        with self._enqueuing:
+            while not self.native.take_road(road):
+                pass
+            plan = make_plan(
+                leaves,
+                self.device,
+                chunk_bytes=settings.chunk_bytes,
+                ring_bytes=self.native.ring_bytes,
+                early=early,
+                direct=settings.direct_io,
+            )
+            transfer = self.native.begin(plan.files, plan.pieces, plan.chunks, plan.events, streams.handle(stream))
+            flight = DeviceFlight(save, plan, road, transfer)
+            try:
+                while not transfer.pump():
+                    pass
+            except BaseException as error:
+                self._take_back(plan, transfer)
+                failure = flight.failure()
+                if isinstance(error, Exception) and failure is not None:
+                    raise failure from error
+                raise
+        self.watcher.add(flight)
+        return DeviceTransfer(plan, flight, self, stream)
+
+    def _take_back(self, plan: LoadPlan, transfer: native.Transfer) -> None:
+        """Waits until nothing writes to the destinations any more: the driver failed, or Ctrl-C came."""
+        try:
+            while not transfer.abort():
+                pass
+        except BaseException:
+            # Interrupted again, or the driver refuses this, too. Copies may still run, so their memory must stay.
+            self._kept.append((plan, transfer))
+            raise
+
+    def close(self, milliseconds: int) -> None:
+        """Ends the threads and frees the ring. The engine is unusable afterwards."""
+        self.native.close(milliseconds)
+        self.watcher.stop()
+
+
+def warn_about_pinned(device: torch.device, got: int, wanted: int) -> None:
+    """One warning, in words that do not send the user to look at the device's memory."""
+    consequence = "use a smaller ring" if got else "go through pageable memory"
+    warnings.warn(
+        f"Only {got} of {wanted} bytes of pinned host memory could be had for staging copies to {device}: loads"
+        f" {consequence} and may be slower. Look at the limits on locked memory (ulimit -l, the"
+        " container's) or set TDGPU_RING_BYTES.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+class _EnqueueLock:
+    """Lets one thread enqueue at a time, and refuses a load that interrupts another's enqueuing on the same thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._device = device
+
+    def __enter__(self) -> None:
+        if self._owner == threading.get_ident():
+            raise DeviceError(
+                f"A load to {self._device} was started while this thread was starting another one (from a signal"
+                " handler or a finalizer)."
+            )
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *_: Any) -> None:
+        self._owner = None
+        self._lock.release()
+
+
+class DeviceFlight(Flight):
+    """A load that the native engine carries."""
+
+    def __init__(self, save: str, plan: LoadPlan, path: str, transfer: native.Transfer) -> None:
+        super().__init__(save, plan, path)
+        self.native = transfer
+        self.end = plan.events
+
+    def wait(self, milliseconds: int = native.SLICE_MS) -> bool:
+        return self.native.wait(self.end, milliseconds)
+
+    def wait_filled(self, milliseconds: int = native.SLICE_MS) -> bool:
+        return self.native.wait_filled(milliseconds)
+
+    def cancel(self) -> None:
+        self.native.cancel()
+
+    def failure(self) -> Exception | None:
+        return self.error_of(self.native.report())
+
+    @property
+    def moved(self) -> int:
+        return self.native.report().bytes_read
+
+
+class DeviceTransfer(Transfer):
+    """A load through the native engine, with its tensors.
+
+    Their memory was allocated in the order of the stream that was current at the call, and the copy stream writes it.
+    Until the first has been made to wait for the second, the memory must not go back to the allocator, which would hand
+    it out again on that stream. So the tensors are held, and a transfer that is dropped early makes the stream wait.
+    """
+
+    def __init__(self, plan: LoadPlan, flight: DeviceFlight, engine: DeviceEngine, stream: torch.Stream) -> None:
+        super().__init__(plan, flight, engine.device)
+        self.flight: DeviceFlight = flight
+        self._engine = engine
+        self._stream = stream
+        self._settled = weakref.finalize(self, _settle, flight, stream, plan.values, engine.watcher)
+        self._settled.atexit = False
+
+    def wait(self, leaf: Leaf | None = None) -> None:
+        current = streams.current_stream(self.device)
+        self.flight.native.order(self._event(leaf), streams.handle(current))
+        if current == self._stream:
+            if leaf is None:
+                self._settled.detach()
+        else:
+            # Used on another stream than it was allocated on: the allocator must know.
+            for tensor in self._tensors.values() if leaf is None else (self._tensors[leaf],):
+                (tensor.values() if tensor.is_nested else tensor).record_stream(current)
+
+    def leave(self) -> None:
+        """Hands the load to the device's watcher: nobody is going to wait for it on the host."""
+        self.flight.raise_failure()
+        self._engine.watcher.watch(self.flight)
+
+    def cancel(self) -> None:
+        self.flight.cancel()
+        self.flight.was_reported = True
+        self._settled()
+
+    def synchronize(self, tell: Callable[[int], None] | None = None) -> None:
+        super().synchronize(tell)
+        self._settled.detach()
+
+
+def _settle(flight: DeviceFlight, stream: torch.Stream, values: list[torch.Tensor], watcher: Watcher) -> None:
+    """Makes the stream wait for a load that is dropped, so that the memory of `values` can go."""
+    # A device that refuses has broken down: then no copy runs any more, and whoever uses it is told.
+    with contextlib.suppress(TransferError):
+        if os.getpid() == flight.native.process and not flight.native.wait(flight.end, 0):
+            flight.native.order(flight.end, streams.handle(stream))
+            watcher.watch(flight)
+    values.clear()

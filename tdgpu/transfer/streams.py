@@ -1,0 +1,58 @@
+"""Streams through torch's device-independent names, with the driver's handle where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from tdgpu.errors import DeviceError
+
+
+def current_index(device_type: str) -> int:
+    """The index of the current device of that type: what ``"cuda"`` without an index means."""
+    module = torch.get_device_module(device_type)
+    return int(module.current_device()) if hasattr(module, "current_device") else 0
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream on which work for `device` goes now."""
+    if device.type == "cuda":
+        return torch.cuda.current_stream(device)
+    return torch.accelerator.current_stream(device)
+
+
+def handle(stream: torch.Stream) -> int:
+    """The driver's handle of a stream (0: the legacy default stream)."""
+    # torch's device-independent streams have native_handle, torch.cuda's have had cuda_stream for longer.
+    value: int = stream.cuda_stream if hasattr(stream, "cuda_stream") else getattr(stream, "native_handle")  # noqa: B009
+    return value
+
+
+def is_default_accelerator(device: torch.device) -> bool:
+    """Whether torch's device-independent stream functions speak of this device."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
+
+
+@contextlib.contextmanager
+def on(stream: torch.Stream | None, device: torch.device) -> Iterator[None]:
+    """Makes a stream current for a block; None changes nothing."""
+    if stream is None:
+        yield
+        return
+    previous = current_stream(device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(previous)
+
+
+def check_usable(device: torch.device) -> None:
+    """Raises DeviceError unless torch can use the device now, with the reason; starts torch's own use of it."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise DeviceError(f"The device {device} cannot be used: {error}") from error

@@ -1,0 +1,9 @@
+#pragma once
+
+#include <c10/core/CachingDeviceAllocator.h>
+
+namespace simgpu {
+
+c10::DeviceAllocator &device_allocator();
+
+}  // namespace simgpu

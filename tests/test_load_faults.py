@@ -1,0 +1,228 @@
+"""What goes wrong while bytes move: the leaf is named, nothing hangs, and the next load works."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+from test_load_device import same_values, save_random
+
+import tdgpu
+from tdgpu import errors
+from tdgpu.transfer import native, registry
+
+PATHS = ["auto", "host", "generic"]
+
+
+@pytest.fixture
+def faulty(sim):
+    """Reads go through the simulation's pread."""
+    sim.io.reset()
+    native.set_pread(sim.io.pread_address)
+    yield sim
+    native.set_pread(None)
+
+
+@pytest.fixture
+def hooked(monkeypatch):
+    """What threads report on stderr."""
+    seen: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    return seen
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("fault", ["EIO", "truncated"])
+def test_a_blocking_load_names_the_leaf(faulty, tmp_path, path, fault):
+    td = save_random(tmp_path, large=3)
+    with tdgpu.options(path=path):
+        if fault == "EIO":
+            faulty.io.fail(2, errno.EIO, "large1")
+        else:
+            faulty.io.truncate_at(2, "large1")
+        with pytest.raises(errors.LoadError, match="large1") as caught:
+            tdgpu.load_memmap(tmp_path, device="simgpu")
+        error = pickle.loads(pickle.dumps(caught.value))
+        assert (
+            error.key == ("nested", "large1")
+            and error.file.endswith("nested/large1.memmap")
+            and error.save == str(tmp_path)
+        )
+        assert error.wanted > error.found and isinstance(error, OSError)
+        faulty.io.reset()
+        td.memmap(tmp_path)
+        assert same_values(tdgpu.load_memmap(tmp_path, device="simgpu"), td)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_could_not_be_read_is_ff(faulty, tmp_path, path):
+    TensorDict(a=torch.zeros(300_000), b=torch.zeros(10)).memmap(tmp_path)
+    with tdgpu.options(path=path):
+        faulty.io.fail(0, errno.EIO, "a.memmap")
+        future = tdgpu.load_memmap(tmp_path, device="simgpu", return_early=True)
+        with pytest.raises(errors.LoadError):
+            future.synchronize()
+        with pytest.raises(errors.LoadError):
+            future.result()
+        assert future.done()
+        assert future._result["a"].isnan().all() and not future._result["b"].any()
+
+
+def test_short_and_interrupted_reads_are_no_errors(faulty, tmp_path):
+    td = save_random(tmp_path, large=1)
+    faulty.io.set(short_reads=1, eintr_every=3)
+    for path in PATHS:
+        with tdgpu.options(path=path):
+            assert same_values(tdgpu.load_memmap(tmp_path, device="simgpu"), td)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_failure_after_the_call_returned(faulty, tmp_path, path, hooked):
+    """As CUDA reports: at once on stderr, and as an exception from the next call on the device."""
+    td = save_random(tmp_path, large=6)
+    with tdgpu.options(path=path, ring_bytes=256 << 10):
+        faulty.io.set(delay_us=2000)
+        faulty.io.fail(2, errno.EIO, "large5")
+        if path == "auto":
+            tdgpu.load_memmap(tmp_path, device="simgpu", non_blocking=True)
+            until(lambda: hooked)
+            assert hooked[0].exc_type is errors.LoadError and "large5" in str(hooked[0].exc_value)
+            with pytest.raises(errors.LoadError, match="large5"):
+                tdgpu.load_memmap(tmp_path, device="simgpu")
+        else:  # the calling thread has read everything when the call returns
+            with pytest.raises(errors.LoadError, match="large5"):
+                tdgpu.load_memmap(tmp_path, device="simgpu", non_blocking=True)
+        faulty.io.reset()
+        assert same_values(tdgpu.load_memmap(tmp_path, device="simgpu", non_blocking=True), td)
+        registry.synchronize()
+    assert len(hooked) <= 1
+
+
+def test_synchronize_raises_what_failed_once(faulty, tmp_path, hooked):
+    save_random(tmp_path, large=6)
+    with tdgpu.options(ring_bytes=256 << 10):
+        faulty.io.set(delay_us=2000)
+        faulty.io.fail(2, errno.EIO, "large5")
+        tdgpu.load_memmap(tmp_path, device="simgpu", non_blocking=True)
+        with pytest.raises(errors.LoadError, match="large5"):
+            tdgpu.synchronize("simgpu")
+        tdgpu.synchronize()
+
+
+def test_a_dropped_future_still_reports(faulty, tmp_path, hooked):
+    save_random(tmp_path, large=6)
+    with tdgpu.options(ring_bytes=256 << 10):
+        faulty.io.set(delay_us=2000)
+        faulty.io.fail(2, errno.EIO, "large5")
+        tdgpu.load_memmap(tmp_path, device="simgpu", return_early=True)
+        gc.collect()
+        until(lambda: hooked)
+        with pytest.raises(errors.LoadError, match="large5"):
+            tdgpu.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("path", "function", "nth"),
+    [
+        ("auto", "cuMemcpyHtoDAsync", 1),
+        ("auto", "cuMemcpyHtoDAsync", 20),
+        ("auto", "cuStreamBatchMemOp", 3),
+        ("auto", "cuEventRecord", 1),
+        ("auto", "cuEventRecord", 2),
+        ("auto", "cuStreamWaitEvent", 1),
+        ("auto", "cuStreamWaitEvent", 2),
+        ("host", "cuMemcpyHtoDAsync", 20),
+        ("host", "cuEventQuery", 3),
+        ("generic", "cuMemcpyHtoDAsync", 20),
+    ],
+)
+def test_a_failing_driver_call_is_raised_and_the_next_load_works(sim, tmp_path, path, function, nth):
+    td = save_random(tmp_path, large=3)
+    with tdgpu.options(path=path, ring_bytes=256 << 10, chunk_bytes=32 << 10):
+        tdgpu.load_memmap(tmp_path, device="simgpu")
+        sim.fail(function, nth, 1)
+        with pytest.raises(errors.TransferError):
+            tdgpu.load_memmap(tmp_path, device="simgpu", non_blocking=True)
+        assert same_values(tdgpu.load_memmap(tmp_path, device="simgpu"), td)
+
+
+def test_a_broken_context_ends_in_errors_not_in_a_hang(sim, tmp_path):
+    save_random(tmp_path, large=6)
+    sim.set(delay_us=2000)
+    with tdgpu.options(ring_bytes=256 << 10):
+        future = tdgpu.load_memmap(tmp_path, device="simgpu", return_early=True)
+        sim.fail("cuEventQuery", 1, 700, sticky=True)
+        with pytest.raises(errors.DeviceError):
+            future.synchronize()
+        with pytest.raises(RuntimeError):
+            tdgpu.load_memmap(tmp_path, device="simgpu")
+        registry.close_all()
+        sim.reset()
+
+
+def test_no_device_memory_is_torchs_own_error(sim, tmp_path):
+    td = save_random(tmp_path)
+    TensorDict(a=torch.zeros(20_000_000)).memmap(tmp_path / "more")
+    torch.accelerator.empty_cache()
+    sim.set(device_limit=sim.stat("device_bytes") + (1 << 20))
+    with pytest.raises(RuntimeError, match="memory"):
+        tdgpu.load_memmap(tmp_path / "more", device="simgpu")
+    sim.set(device_limit=-1)
+    assert same_values(tdgpu.load_memmap(tmp_path, device="simgpu"), td)
+
+
+def test_a_capturing_stream_is_refused(sim, tmp_path):
+    td = save_random(tmp_path)
+    sim.set(capturing=1)
+    with pytest.raises(errors.CaptureError, match="graph"):
+        tdgpu.load_memmap(tmp_path, device="simgpu")
+    sim.set(capturing=0)
+    assert same_values(tdgpu.load_memmap(tmp_path, device="simgpu"), td)
+
+
+def test_threads_load_at_the_same_time(sim, tmp_path):
+    wanted = {}
+    for i in range(4):
+        wanted[i] = save_random(tmp_path / str(i), seed=i, large=2)
+    failed = []
+
+    def work(i: int) -> None:
+        try:
+            for n in range(6):
+                path = ("auto", "host")[n % 2]
+                with tdgpu.options(path=path):
+                    loaded = tdgpu.load_memmap(tmp_path / str(i), device="simgpu", non_blocking=True)
+                assert same_values(loaded, wanted[i])
+        except BaseException as error:
+            failed.append(error)
+
+    with tdgpu.options(ring_bytes=512 << 10, chunk_bytes=64 << 10):
+        tdgpu.load_memmap(tmp_path / "0", device="simgpu")
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_an_unusable_device_is_said_plainly(tmp_path):
+    save_random(tmp_path)
+    if not torch.cuda.is_available():
+        with pytest.raises(errors.DeviceError, match="cuda"):
+            tdgpu.load_memmap(tmp_path, device="cuda:0")
+    with pytest.raises(RuntimeError, match="nonsense"):
+        tdgpu.load_memmap(tmp_path, device="nonsense:3")
