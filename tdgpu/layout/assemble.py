@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -177,7 +178,7 @@ class _Builder:
         elif not self._is_mapped(level) and level.cls.__module__.partition(".")[0] == "tensordict":
             # Read-only where the mapping is only a step. Others' loaders may not know the argument.
             wanted["mode"] = "r"
-        return level.cls._load_memmap(Path(level.path), dict(level.meta), **wanted)  # type: ignore[attr-defined]
+        return level.cls._load_memmap(Path(level.path), copy.deepcopy(level.meta), **wanted)  # type: ignore[attr-defined]
 
 
 def _without_elements(leaf: Leaf, device: torch.device | None) -> torch.Tensor:

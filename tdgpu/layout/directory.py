@@ -197,21 +197,26 @@ class _Reader:
         directory = level.path + "/"
         listing = None if self.check else set(os.listdir(directory))
         plain = self.robust and keys.all_plain(level.meta)
+        # Entries that say the same are one object (see scan), which is looked into once.
+        seen: dict[int, tuple[Shape, torch.dtype, int]] = {}
         for key, entry in level.meta.items():
-            if type(entry) is not dict:
-                continue
-            get = entry.get
-            if get("type") is not None:
-                children.append(key)
-                continue
-            raw_dtype, raw_shape = get("dtype"), get("shape")
-            if raw_dtype is None or raw_shape is None:
-                continue  # an incomplete entry, or one of a kind that is not known: tensordict ignores it too
-            shape, dtype, nbytes = checker.leaf(key, raw_shape, raw_dtype)
+            known = seen.get(id(entry))
+            if known is None:
+                if type(entry) is not dict:
+                    continue
+                if entry.get("type") is not None:
+                    children.append(key)
+                    continue
+                raw_dtype, raw_shape = entry.get("dtype"), entry.get("shape")
+                if raw_dtype is None or raw_shape is None:
+                    continue  # an incomplete entry, or one of a kind that is not known: tensordict ignores it too
+                known = checker.leaf(key, raw_shape, raw_dtype)
+                if entry.get("is_nested"):
+                    leaves[key] = self._nested_leaf(directory, (*base, key), *known[:2])
+                    continue
+                seen[id(entry)] = known
+            shape, dtype, nbytes = known
             full = (*base, key)
-            if get("is_nested"):
-                leaves[key] = self._nested_leaf(directory, full, shape, dtype)
-                continue
             if not nbytes:
                 leaves[key] = Leaf(full, shape, dtype, None)
                 continue

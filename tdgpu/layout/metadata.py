@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 import torch
 
 from tdgpu.errors import TdgpuError
+from tdgpu.layout import scan
 from tdgpu.layout.files import Where
 from tdgpu.layout.tree import Shape
 
@@ -36,7 +36,7 @@ def parse(data: bytes, where: Where) -> dict[str, Any]:
         FormatError: it is not JSON, not an object, nested too deeply, or of a newer format version.
     """
     try:
-        meta = json.loads(data)
+        meta = scan.loads(data)
     except RecursionError:
         raise where.malformed("The metadata is nested too deeply.") from None
     except ValueError as error:
