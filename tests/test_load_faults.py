@@ -203,7 +203,7 @@ def test_threads_load_at_the_same_time(sim, tmp_path):
         try:
             for n in range(6):
                 path = ("auto", "host")[n % 2]
-                with tdgpu.options(path=path):
+                with tdgpu.options(path=path, ring_bytes=512 << 10):
                     loaded = tdgpu.load_memmap(tmp_path / str(i), device="simgpu", non_blocking=True)
                 assert same_values(loaded, wanted[i])
         except BaseException as error:

@@ -9,6 +9,7 @@ A chunk is one copy through the ring. It consists of pieces, which the reader th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from tdgpu.errors import DeviceError
+from tdgpu.layout import collector
 from tdgpu.layout.mapped import nested_view
 from tdgpu.layout.tree import Leaf
 from tdgpu.transfer.native import CHUNK, PIECE
@@ -25,6 +27,7 @@ MiB = 1 << 20
 OWN_STORAGE = MiB  # a leaf of this size keeps no others alive
 ALIGNMENT = 256  # what CUDA's allocators guarantee, so that packed leaves are as usable as others
 PIECE_BYTES = 256 << 10  # small enough that all readers share one chunk, large enough that a read call costs nothing
+PAGE = 4096
 CHUNKS_WANTED = 400  # two operations each: within the about 1,000 that a stream's queue holds
 EVENTS_WANTED = 32  # how finely LoadFuture.wait(key) can tell leaves apart
 
@@ -77,7 +80,9 @@ def chunk_size(nbytes: int, wanted: int, ring_bytes: int) -> int:
     """
     fitting = -(-nbytes // CHUNKS_WANTED // MiB) * MiB if nbytes > CHUNKS_WANTED * MiB else 0
     size = min(max(wanted, fitting), ring_bytes // 4)
-    return max(size // 4096, 1) * 4096
+    # Whole pieces, or at least whole pages.
+    unit = PIECE_BYTES if size >= PIECE_BYTES else PAGE
+    return max(size // unit, 1) * unit
 
 
 def make_plan(
@@ -97,9 +102,14 @@ def make_plan(
         DeviceError: a tensor of that dtype or size cannot be made on the device.
     """
     builder = _Builder(device, chunk_size(sum(leaf.nbytes for leaf in leaves), chunk_bytes, ring_bytes), direct)
-    for leaf in leaves:
-        builder.add(leaf)
-    return builder.finish(early)
+    with collector.paused():
+        for leaf in leaves:
+            builder.add(leaf)
+        return builder.finish(early)
+
+
+_PIECES = ("file_offset", "bytes", "chunk_offset", "file", "direct")
+_CHUNKS = ("destination", "bytes", "first_piece", "piece_count")
 
 
 class _Builder:
@@ -112,10 +122,11 @@ class _Builder:
         self.values: list[torch.Tensor] = []
         self.last_chunk: list[int] = []
         self.targets: list[tuple[torch.UntypedStorage, int]] = []
-        # Columns of the arrays to come; large leaves add whole runs.
+        # Rows of the arrays to come, a table per leaf or segment, with the columns of _PIECES and _CHUNKS.
         self.pieces: list[np.ndarray] = []
+        self.chunks: list[np.ndarray] = []
         self.piece_count = 0
-        self.chunk_rows: list[tuple[int, int, int, int]] = []  # destination, bytes, first piece, pieces
+        self.chunk_count = 0
         # The segment being packed: leaves and their offsets.
         self.open: list[tuple[Leaf, int]] = []
         self.open_bytes = 0
@@ -144,21 +155,16 @@ class _Builder:
         assert leaf.extent is not None
         shape = leaf.shape if leaf.nested_sizes is None else (leaf.nbytes // leaf.dtype.itemsize,)
         values = self._empty(shape, leaf.dtype, leaf, "a leaf")
-        storage = values.untyped_storage()
-        address = storage.data_ptr()
-        file = self._file(leaf)
-        pieces_per_chunk = -(-self.chunk_bytes // PIECE_BYTES)
-        piece_bytes = -(-self.chunk_bytes // pieces_per_chunk // 4096) * 4096
-        for start in range(0, leaf.nbytes, self.chunk_bytes):
-            size = min(self.chunk_bytes, leaf.nbytes - start)
-            offsets = np.arange(0, size, piece_bytes, dtype=np.uint64)
-            pieces = np.zeros(len(offsets), PIECE)
-            pieces["chunk_offset"] = offsets
-            pieces["file_offset"] = offsets + np.uint64(leaf.extent.offset + start)
-            pieces["bytes"] = np.minimum(np.uint64(size) - offsets, np.uint64(piece_bytes))
-            pieces["file"] = file
-            pieces["direct"] = self.direct
-            self._add_chunk(pieces, storage, start, address + start, size)
+        size, chunk, piece = leaf.nbytes, self.chunk_bytes, min(self.chunk_bytes, PIECE_BYTES)
+        starts = np.arange(0, size, piece, dtype=np.uint64)
+        pieces = np.empty((len(starts), len(_PIECES)), np.uint64)
+        pieces[:, 0] = starts + np.uint64(leaf.extent.offset)
+        pieces[:, 1] = piece
+        pieces[-1, 1] = size - int(starts[-1])
+        pieces[:, 2] = starts % np.uint64(chunk)
+        pieces[:, 3] = self._file(leaf)
+        pieces[:, 4] = self.direct
+        self._add_chunks(pieces, values.untyped_storage(), size, pieces_per_chunk=chunk // piece)
         self._placed(leaf, values)
 
     def _close_segment(self) -> None:
@@ -172,7 +178,7 @@ class _Builder:
         for leaf, offset in self.open:
             assert leaf.extent is not None
             rows.append((leaf.extent.offset, leaf.nbytes, offset, self._file(leaf), 0))
-        self._add_chunk(np.array(rows, PIECE), storage, 0, storage.data_ptr(), size)
+        self._add_chunks(np.array(rows, np.uint64), storage, size, pieces_per_chunk=len(rows))
         for leaf, offset in self.open:
             # Not a view of the segment: views share a version counter, and an in-place update of one parameter would
             # make autograd refuse the others.
@@ -182,30 +188,38 @@ class _Builder:
         self.open = []
         self.open_bytes = 0
 
+    def _add_chunks(
+        self, pieces: np.ndarray, storage: torch.UntypedStorage, size: int, *, pieces_per_chunk: int
+    ) -> None:
+        """Chunks that fill `storage` from its start, each with the next `pieces_per_chunk` pieces."""
+        first = np.arange(0, len(pieces), pieces_per_chunk, dtype=np.uint64)
+        starts = first // np.uint64(pieces_per_chunk) * np.uint64(self.chunk_bytes)
+        chunks = np.empty((len(first), len(_CHUNKS)), np.uint64)
+        chunks[:, 0] = starts + np.uint64(storage.data_ptr())
+        chunks[:, 1] = self.chunk_bytes
+        chunks[-1, 1] = size - int(starts[-1])
+        chunks[:, 2] = first + np.uint64(self.piece_count)
+        chunks[:, 3] = pieces_per_chunk
+        chunks[-1, 3] = len(pieces) - int(first[-1])
+        self.targets.extend((storage, start) for start in starts.tolist())
+        self.pieces.append(pieces)
+        self.chunks.append(chunks)
+        self.piece_count += len(pieces)
+        self.chunk_count += len(chunks)
+
     def _file(self, leaf: Leaf) -> int:
         assert leaf.extent is not None
         self.files.append(leaf.extent.file)
         return len(self.files) - 1
 
-    def _add_chunk(
-        self, pieces: np.ndarray, storage: torch.UntypedStorage, offset: int, address: int, size: int
-    ) -> None:
-        self.chunk_rows.append((address, size, self.piece_count, len(pieces)))
-        self.targets.append((storage, offset))
-        self.pieces.append(pieces)
-        self.piece_count += len(pieces)
-
     def _placed(self, leaf: Leaf, values: torch.Tensor) -> None:
         self.leaves.append(leaf)
         self.values.append(values)
-        self.last_chunk.append(len(self.chunk_rows) - 1)
+        self.last_chunk.append(self.chunk_count - 1)
 
     def finish(self, early: bool) -> LoadPlan:
         self._close_segment()
-        pieces = np.concatenate(self.pieces) if self.pieces else np.zeros(0, PIECE)
-        chunks = np.zeros(len(self.chunk_rows), CHUNK)
-        for column, name in enumerate(("destination", "bytes", "first_piece", "piece_count")):
-            chunks[name] = [row[column] for row in self.chunk_rows]
+        pieces, chunks = _structures(PIECE, _PIECES, self.pieces), _structures(CHUNK, _CHUNKS, self.chunks)
         # Files and leaves were numbered together, so a piece's file is its leaf.
         events = _spread_events(chunks) if early else 0
         return LoadPlan(
@@ -214,6 +228,18 @@ class _Builder:
         )  # fmt: skip
 
 
+def _structures(dtype: np.dtype, names: Sequence[str], tables: list[np.ndarray]) -> np.ndarray:
+    """Tables of columns as one array of structures; what is no column is zero."""
+    rows = sum(len(table) for table in tables)
+    found = np.zeros(rows, dtype)
+    if rows:
+        whole = np.concatenate(tables)
+        for column, name in enumerate(names):
+            found[name] = whole[:, column]
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
