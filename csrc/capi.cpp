@@ -45,8 +45,8 @@ int guarded(Function function) {
     }
 }
 
-Plan make_plan(const char* const* files, uint32_t file_count, const Piece* pieces, uint32_t piece_count, const Chunk* chunks,
-               uint32_t chunk_count) {
+Plan make_plan(const char* const* files, uint32_t file_count, const Piece* pieces, uint32_t piece_count,
+               const Chunk* chunks, uint32_t chunk_count) {
     Plan plan;
     plan.files.assign(files, files + file_count);
     plan.pieces.assign(pieces, pieces + piece_count);
@@ -73,8 +73,12 @@ struct LoadReport {
     int32_t reserved;
 };
 
-TDGPU_API const char* tdgpu_version() { return TDGPU_VERSION; }
-TDGPU_API const char* tdgpu_source_id() { return TDGPU_SOURCE_ID; }
+TDGPU_API const char* tdgpu_version() {
+    return TDGPU_VERSION;
+}
+TDGPU_API const char* tdgpu_source_id() {
+    return TDGPU_SOURCE_ID;
+}
 
 TDGPU_API int tdgpu_last_error(char* message, size_t size) {
     copy_text(last_message, message, size);
@@ -82,9 +86,11 @@ TDGPU_API int tdgpu_last_error(char* message, size_t size) {
 }
 
 // A test's stand-in for pread; null puts the real one back.
-TDGPU_API void tdgpu_set_pread(PreadFunction function) { pread_function = function ? function : &::pread; }
+TDGPU_API void tdgpu_set_pread(PreadFunction function) {
+    pread_function = function ? function : &::pread;
+}
 
-// --- drivers ----------------------------------------------------------------------------------------------------------
+// --- drivers ---
 
 TDGPU_API int tdgpu_driver_open(const char* path, Driver** driver) {
     return guarded([&] { *driver = new Driver(path); });
@@ -105,14 +111,14 @@ TDGPU_API int tdgpu_driver_device_name(Driver* driver, int device, char* name, s
     });
 }
 
-// --- engines ----------------------------------------------------------------------------------------------------------
+// --- engines ---
 
 TDGPU_API int tdgpu_engine_create(Driver* driver, int device, uint64_t ring_bytes, uint32_t threads, Engine** engine) {
     return guarded([&] { *engine = new Engine(*driver, device, ring_bytes, threads); });
 }
 
-TDGPU_API void tdgpu_engine_facts(Engine* engine, uint64_t* ring_bytes, uint64_t* pinned_bytes, uint64_t* largest_chunk, char* why_host,
-                                  size_t size) {
+TDGPU_API void tdgpu_engine_facts(Engine* engine, uint64_t* ring_bytes, uint64_t* pinned_bytes, uint64_t* largest_chunk,
+                                  char* why_host, size_t size) {
     *ring_bytes = engine->ring_bytes();
     *pinned_bytes = engine->pinned_bytes();
     *largest_chunk = engine->largest_chunk();
@@ -124,18 +130,19 @@ TDGPU_API int tdgpu_engine_close(Engine* engine, int64_t milliseconds) {
     return guarded([&] { engine->close(milliseconds); });
 }
 
-// --- transfers to a device --------------------------------------------------------------------------------------------
+// --- transfers to a device ---
 
 TDGPU_API int tdgpu_engine_take_road(Engine* engine, int road, int64_t milliseconds, int* is_taken) {
     return guarded([&] { *is_taken = engine->take_road(Road(road), milliseconds); });
 }
 
-TDGPU_API int tdgpu_transfer_begin(Engine* engine, const char* const* files, uint32_t file_count, const Piece* pieces, uint32_t piece_count,
-                                   const Chunk* chunks, uint32_t chunk_count, uint32_t events, uint64_t consumer_stream,
-                                   Transfer** transfer) {
+TDGPU_API int tdgpu_transfer_begin(Engine* engine, const char* const* files, uint32_t file_count, const Piece* pieces,
+                                   uint32_t piece_count, const Chunk* chunks, uint32_t chunk_count, uint32_t events,
+                                   uint64_t consumer_stream, Transfer** transfer) {
     return guarded([&] {
-        *transfer = engine->begin(make_plan(files, file_count, pieces, piece_count, chunks, chunk_count),
-                                  reinterpret_cast<CUstream>(consumer_stream), events)
+        *transfer = engine
+                        ->begin(make_plan(files, file_count, pieces, piece_count, chunks, chunk_count),
+                                reinterpret_cast<CUstream>(consumer_stream), events)
                         .release();
     });
 }
@@ -152,27 +159,42 @@ TDGPU_API int tdgpu_transfer_order(Engine* engine, Transfer* transfer, uint32_t 
     return guarded([&] { engine->order(*transfer, event, reinterpret_cast<CUstream>(stream)); });
 }
 
-TDGPU_API int tdgpu_transfer_wait(Engine* engine, Transfer* transfer, uint32_t event, int64_t milliseconds, int* has_passed) {
+TDGPU_API int tdgpu_transfer_wait(Engine* engine, Transfer* transfer, uint32_t event, int64_t milliseconds,
+                                  int* has_passed) {
     return guarded([&] { *has_passed = engine->wait(*transfer, event, milliseconds); });
 }
 
-TDGPU_API Load* tdgpu_transfer_load(Transfer* transfer) { return &transfer->load(); }
-TDGPU_API void tdgpu_transfer_release(Transfer* transfer) { delete transfer; }
+TDGPU_API Load* tdgpu_transfer_load(Transfer* transfer) {
+    return &transfer->load();
+}
+TDGPU_API void tdgpu_transfer_release(Transfer* transfer) {
+    delete transfer;
+}
 
-// --- loads ------------------------------------------------------------------------------------------------------------
+// --- loads ---
 
-TDGPU_API void tdgpu_load_cancel(Load* load) { load->cancel(); }
+TDGPU_API void tdgpu_load_cancel(Load* load) {
+    load->cancel();
+}
 
-TDGPU_API int tdgpu_load_wait_filled(Load* load, int64_t milliseconds) { return load->wait_filled(milliseconds); }
+TDGPU_API int tdgpu_load_wait_filled(Load* load, int64_t milliseconds) {
+    return load->wait_filled(milliseconds);
+}
 
 TDGPU_API void tdgpu_load_report(Load* load, LoadReport* report, char* message, size_t size) {
     const Failure failure = load->failure();
-    *report = LoadReport{load->bytes_read(), failure.piece,     failure.wanted,          failure.found,
-                         int32_t(failure.cause), failure.code, int32_t(load->is_filled()), 0};
+    *report = LoadReport{load->bytes_read(),
+                         failure.piece,
+                         failure.wanted,
+                         failure.found,
+                         int32_t(failure.cause),
+                         failure.code,
+                         int32_t(load->is_filled()),
+                         0};
     copy_text(failure.message, message, size);
 }
 
-// --- reads into host memory, without a device -------------------------------------------------------------------------
+// --- reads into host memory, without a device ---
 
 using SharedLoad = std::shared_ptr<Load>;
 
@@ -181,10 +203,12 @@ TDGPU_API int tdgpu_readers_create(uint32_t threads, Readers** readers) {
 }
 
 // Joins the threads. Reads that are queued end without being read.
-TDGPU_API void tdgpu_readers_destroy(Readers* readers) { delete readers; }
+TDGPU_API void tdgpu_readers_destroy(Readers* readers) {
+    delete readers;
+}
 
-TDGPU_API int tdgpu_readers_post(Readers* readers, const char* const* files, uint32_t file_count, const Piece* pieces, uint32_t piece_count,
-                                 const Chunk* chunks, uint32_t chunk_count, SharedLoad** read) {
+TDGPU_API int tdgpu_readers_post(Readers* readers, const char* const* files, uint32_t file_count, const Piece* pieces,
+                                 uint32_t piece_count, const Chunk* chunks, uint32_t chunk_count, SharedLoad** read) {
     return guarded([&] {
         Plan plan = make_plan(files, file_count, pieces, piece_count, chunks, chunk_count);
         plan.check(0, UINT64_MAX);
@@ -194,5 +218,9 @@ TDGPU_API int tdgpu_readers_post(Readers* readers, const char* const* files, uin
     });
 }
 
-TDGPU_API Load* tdgpu_read_load(SharedLoad* read) { return read->get(); }
-TDGPU_API void tdgpu_read_release(SharedLoad* read) { delete read; }
+TDGPU_API Load* tdgpu_read_load(SharedLoad* read) {
+    return read->get();
+}
+TDGPU_API void tdgpu_read_release(SharedLoad* read) {
+    delete read;
+}

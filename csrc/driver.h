@@ -45,41 +45,42 @@ struct MemOp {
 static_assert(sizeof(MemOp) == 6 * sizeof(uint64_t), "the size of CUstreamBatchMemOpParams");
 
 // X(member, name for cuGetProcAddress, version for cuGetProcAddress, name for dlsym, arguments)
-#define TDGPU_DRIVER_REQUIRED(X)                                                                                       \
-    X(Init, "cuInit", 2000, "cuInit", (unsigned))                                                                      \
-    X(DriverGetVersion, "cuDriverGetVersion", 2020, "cuDriverGetVersion", (int*))                                      \
-    X(DeviceGetCount, "cuDeviceGetCount", 2000, "cuDeviceGetCount", (int*))                                            \
-    X(DeviceGet, "cuDeviceGet", 2000, "cuDeviceGet", (CUdevice*, int))                                                 \
-    X(DeviceGetName, "cuDeviceGetName", 2000, "cuDeviceGetName", (char*, int, CUdevice))                               \
-    X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", 7000, "cuDevicePrimaryCtxRetain", (CUcontext*, CUdevice))          \
-    X(CtxSetCurrent, "cuCtxSetCurrent", 4000, "cuCtxSetCurrent", (CUcontext))                                          \
-    X(CtxGetCurrent, "cuCtxGetCurrent", 4000, "cuCtxGetCurrent", (CUcontext*))                                         \
-    X(MemHostAlloc, "cuMemHostAlloc", 2020, "cuMemHostAlloc", (void**, size_t, unsigned))                              \
-    X(MemFreeHost, "cuMemFreeHost", 2000, "cuMemFreeHost", (void*))                                                    \
-    X(MemHostGetDevicePointer, "cuMemHostGetDevicePointer", 3020, "cuMemHostGetDevicePointer_v2",                      \
-      (CUdeviceptr*, void*, unsigned))                                                                                 \
-    X(MemcpyHtoDAsync, "cuMemcpyHtoDAsync", 3020, "cuMemcpyHtoDAsync_v2", (CUdeviceptr, const void*, size_t, CUstream)) \
-    X(StreamCreateWithPriority, "cuStreamCreateWithPriority", 5050, "cuStreamCreateWithPriority",                      \
-      (CUstream*, unsigned, int))                                                                                      \
-    X(StreamDestroy, "cuStreamDestroy", 4000, "cuStreamDestroy_v2", (CUstream))                                        \
-    X(StreamQuery, "cuStreamQuery", 2000, "cuStreamQuery", (CUstream))                                                 \
-    X(StreamWaitEvent, "cuStreamWaitEvent", 3020, "cuStreamWaitEvent", (CUstream, CUevent, unsigned))                  \
-    X(StreamIsCapturing, "cuStreamIsCapturing", 10000, "cuStreamIsCapturing", (CUstream, int*))                        \
-    X(EventCreate, "cuEventCreate", 2000, "cuEventCreate", (CUevent*, unsigned))                                       \
-    X(EventDestroy, "cuEventDestroy", 4000, "cuEventDestroy_v2", (CUevent))                                            \
-    X(EventRecord, "cuEventRecord", 2000, "cuEventRecord", (CUevent, CUstream))                                        \
-    X(EventQuery, "cuEventQuery", 2000, "cuEventQuery", (CUevent))                                                     \
+#define TDGPU_DRIVER_REQUIRED(X)                                                                                    \
+    X(Init, "cuInit", 2000, "cuInit", (unsigned))                                                                   \
+    X(DriverGetVersion, "cuDriverGetVersion", 2020, "cuDriverGetVersion", (int*))                                   \
+    X(DeviceGetCount, "cuDeviceGetCount", 2000, "cuDeviceGetCount", (int*))                                         \
+    X(DeviceGet, "cuDeviceGet", 2000, "cuDeviceGet", (CUdevice*, int))                                              \
+    X(DeviceGetName, "cuDeviceGetName", 2000, "cuDeviceGetName", (char*, int, CUdevice))                            \
+    X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", 7000, "cuDevicePrimaryCtxRetain", (CUcontext*, CUdevice)) \
+    X(CtxSetCurrent, "cuCtxSetCurrent", 4000, "cuCtxSetCurrent", (CUcontext))                                       \
+    X(CtxGetCurrent, "cuCtxGetCurrent", 4000, "cuCtxGetCurrent", (CUcontext*))                                      \
+    X(MemHostAlloc, "cuMemHostAlloc", 2020, "cuMemHostAlloc", (void**, size_t, unsigned))                           \
+    X(MemFreeHost, "cuMemFreeHost", 2000, "cuMemFreeHost", (void*))                                                 \
+    X(MemHostGetDevicePointer, "cuMemHostGetDevicePointer", 3020, "cuMemHostGetDevicePointer_v2",                   \
+      (CUdeviceptr*, void*, unsigned))                                                                              \
+    X(MemcpyHtoDAsync, "cuMemcpyHtoDAsync", 3020, "cuMemcpyHtoDAsync_v2",                                           \
+      (CUdeviceptr, const void*, size_t, CUstream))                                                                 \
+    X(StreamCreateWithPriority, "cuStreamCreateWithPriority", 5050, "cuStreamCreateWithPriority",                   \
+      (CUstream*, unsigned, int))                                                                                   \
+    X(StreamDestroy, "cuStreamDestroy", 4000, "cuStreamDestroy_v2", (CUstream))                                     \
+    X(StreamQuery, "cuStreamQuery", 2000, "cuStreamQuery", (CUstream))                                              \
+    X(StreamWaitEvent, "cuStreamWaitEvent", 3020, "cuStreamWaitEvent", (CUstream, CUevent, unsigned))               \
+    X(StreamIsCapturing, "cuStreamIsCapturing", 10000, "cuStreamIsCapturing", (CUstream, int*))                     \
+    X(EventCreate, "cuEventCreate", 2000, "cuEventCreate", (CUevent*, unsigned))                                    \
+    X(EventDestroy, "cuEventDestroy", 4000, "cuEventDestroy_v2", (CUevent))                                         \
+    X(EventRecord, "cuEventRecord", 2000, "cuEventRecord", (CUevent, CUstream))                                     \
+    X(EventQuery, "cuEventQuery", 2000, "cuEventQuery", (CUevent))                                                  \
     X(GetErrorName, "cuGetErrorName", 6000, "cuGetErrorName", (CUresult, const char**))
 
 // Stream memory operations, version 2, came with CUDA 11.7, the capture mode with 10.1 (read in cuda.h).
-#define TDGPU_DRIVER_OPTIONAL(X)                                                                                       \
-    X(StreamWaitValue32, "cuStreamWaitValue32", 11070, "cuStreamWaitValue32_v2",                                       \
-      (CUstream, CUdeviceptr, uint32_t, unsigned))                                                                     \
-    X(StreamWriteValue32, "cuStreamWriteValue32", 11070, "cuStreamWriteValue32_v2",                                    \
-      (CUstream, CUdeviceptr, uint32_t, unsigned))                                                                     \
-    X(StreamBatchMemOp, "cuStreamBatchMemOp", 11070, "cuStreamBatchMemOp_v2", (CUstream, unsigned, MemOp*, unsigned))   \
-    X(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", 10010, "cuThreadExchangeStreamCaptureMode", \
-      (int*))
+#define TDGPU_DRIVER_OPTIONAL(X)                                                                                      \
+    X(StreamWaitValue32, "cuStreamWaitValue32", 11070, "cuStreamWaitValue32_v2",                                      \
+      (CUstream, CUdeviceptr, uint32_t, unsigned))                                                                    \
+    X(StreamWriteValue32, "cuStreamWriteValue32", 11070, "cuStreamWriteValue32_v2",                                   \
+      (CUstream, CUdeviceptr, uint32_t, unsigned))                                                                    \
+    X(StreamBatchMemOp, "cuStreamBatchMemOp", 11070, "cuStreamBatchMemOp_v2", (CUstream, unsigned, MemOp*, unsigned)) \
+    X(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", 10010,                                    \
+      "cuThreadExchangeStreamCaptureMode", (int*))
 
 class Driver {
 public:

@@ -17,7 +17,7 @@ Failure failure_of(const Error& error) {
 
 }  // namespace
 
-// --- a transfer -------------------------------------------------------------------------------------------------------
+// --- a transfer ---
 
 Transfer::Transfer(Engine& engine, Plan plan, Road road, uint32_t events)
     : engine_(engine), load_(std::make_shared<Load>(std::move(plan), engine.ring_.get())), road_(road) {
@@ -32,7 +32,7 @@ Transfer::~Transfer() {
     }
 }
 
-// --- making an engine -------------------------------------------------------------------------------------------------
+// --- making an engine ---
 
 Engine::Engine(Driver& driver, int device, size_t ring_bytes, unsigned threads) : driver_(driver) {
     CUdevice handle = 0;
@@ -73,10 +73,11 @@ void Engine::try_memory_operations() {
             none.address = ring_->trial_address();
             none.value = value;
             none.flags = kWaitValueGreaterOrEqual;
-            if (driver_.StreamBatchMemOp(copy_stream_, 1, &none, 0) != kCudaSuccess) driver_.StreamBatchMemOp = nullptr;
+            has_batches_ = driver_.StreamBatchMemOp(copy_stream_, 1, &none, 0) == kCudaSuccess;
         }
         const auto deadline = Clock::now() + milliseconds(2000);
-        for (Patience patience; result == kCudaSuccess && ring_->trial() != value && Clock::now() < deadline;) patience.wait();
+        for (Patience patience; result == kCudaSuccess && ring_->trial() != value && Clock::now() < deadline;)
+            patience.wait();
         if (result != kCudaSuccess) {
             const char* name = nullptr;
             driver_.GetErrorName(result, &name);
@@ -84,12 +85,13 @@ void Engine::try_memory_operations() {
         } else if (ring_->trial() != value) {
             why_host_ = "the device did not carry out a stream memory operation within 2 s";
             // That stream may never move again.
-            driver_.check(driver_.StreamCreateWithPriority(&copy_stream_, kStreamNonBlocking, 0), "cuStreamCreateWithPriority");
+            driver_.check(driver_.StreamCreateWithPriority(&copy_stream_, kStreamNonBlocking, 0),
+                          "cuStreamCreateWithPriority");
         }
     }
 }
 
-// --- enqueuing --------------------------------------------------------------------------------------------------------
+// --- enqueuing ---
 
 bool Engine::take_road(Road road, int64_t budget) {
     if (road == Road::gated && !why_host_.empty()) throw Error(Cause::invalid, 0, why_host_);
@@ -204,7 +206,7 @@ void Engine::enqueue_gated(Transfer& transfer) {
     // A stream's queue holds a limited number of operations, and beyond it the caller blocks: the last chunk's write
     // and this chunk's wait go as one. Operations of a batch keep their order (read: the driver API's manual,
     // cuStreamBatchMemOp).
-    if (transfer.write_is_owed_ && driver_.StreamBatchMemOp) {
+    if (transfer.write_is_owed_ && has_batches_) {
         MemOp operations[2] = {};
         operations[0].operation = MemOp::kWriteValue32;
         operations[0].address = ring_->freed_address();
@@ -222,7 +224,8 @@ void Engine::enqueue_gated(Transfer& transfer) {
                       "cuStreamWaitValue32");
     }
     transfer.waits_++;
-    driver_.check(driver_.MemcpyHtoDAsync(chunk.destination, ring_->at(span), chunk.bytes, copy_stream_), "cuMemcpyHtoDAsync");
+    driver_.check(driver_.MemcpyHtoDAsync(chunk.destination, ring_->at(span), chunk.bytes, copy_stream_),
+                  "cuMemcpyHtoDAsync");
     transfer.next_++;
     transfer.write_is_owed_ = true;
     if (chunk.event) record(transfer, chunk.event - 1);
@@ -293,7 +296,7 @@ bool Engine::is_idle() {
     return true;
 }
 
-// --- taking a load back -----------------------------------------------------------------------------------------------
+// --- taking a load back ---
 
 void Engine::take_back(Transfer& transfer) {
     // Gates that the stream waits for must still open, in order, though the bytes no longer matter. Chunks that are not
@@ -308,7 +311,7 @@ bool Engine::drained(Transfer& transfer) {
     return !was_posted || transfer.load().is_filled();
 }
 
-// --- waiting ----------------------------------------------------------------------------------------------------------
+// --- waiting ---
 
 void Engine::order(Transfer& transfer, uint32_t event, CUstream stream) {
     CurrentContext current(driver_, context_);
@@ -346,7 +349,7 @@ bool Engine::wait(Transfer& transfer, uint32_t event, int64_t budget) {
     }
 }
 
-// --- the end ----------------------------------------------------------------------------------------------------------
+// --- the end ---
 
 void Engine::close(int64_t budget) {
     CurrentContext current(driver_, context_);
@@ -360,7 +363,7 @@ void Engine::close(int64_t budget) {
     driver_.StreamDestroy(copy_stream_);
 }
 
-// --- events -----------------------------------------------------------------------------------------------------------
+// --- events ---
 
 CUevent Engine::take_event() {
     {

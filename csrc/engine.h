@@ -6,7 +6,8 @@
 //
 // so the caller is free as soon as the driver has taken the operations, and the consumer's stream waits on an ordinary
 // event recorded behind them. Where the driver has no stream memory operations, or the ring is not pinned, the caller's
-// thread stands in for the gates: it enqueues each copy when the chunk is ready (host-enqueued). Same order, same events.
+// thread stands in for the gates: it enqueues each copy when the chunk is ready (host-enqueued). Same order, same
+// events.
 //
 // Calls that enqueue (begin, pump, abort) must come from one thread at a time, a load's pump until it is done; the
 // Python engine holds a lock for that. Everything else may be called from any thread.
@@ -46,10 +47,10 @@ private:
     const std::shared_ptr<Load> load_;
     const Road road_;
     State state_ = State::enqueuing;
-    uint32_t next_ = 0;               // the next chunk to enqueue
-    uint32_t waits_ = 0;              // chunks whose gate the copy stream waits for: next_, or one more
-    bool write_is_owed_ = false;      // the last chunk's `freed` goes out together with the next chunk's wait
-    std::vector<CUevent> events_;     // those the plan asks for, then the end
+    uint32_t next_ = 0;            // the next chunk to enqueue
+    uint32_t waits_ = 0;           // chunks whose gate the copy stream waits for: next_, or one more
+    bool write_is_owed_ = false;   // the last chunk's `freed` goes out together with the next chunk's wait
+    std::vector<CUevent> events_;  // those the plan asks for, then the end
     std::atomic<bool> is_done_{false};
 };
 
@@ -60,10 +61,12 @@ public:
     Engine(Driver& driver, int device, size_t ring_bytes, unsigned threads);
 
     // On the gated road the device writes `freed`, on the other the host does. Two writers of one word could undo each
-    // other's, so the road changes only while nothing is under way. True when it is `road`, waiting up to `milliseconds`.
+    // other's, so the road changes only while nothing is under way. True when it is `road`, waiting up to
+    // `milliseconds`.
     bool take_road(Road road, int64_t milliseconds);
 
-    // For the road that was taken. Checks the plan, orders the copy stream behind what `consumer` has queued, and lets the readers start.
+    // For the road that was taken. Checks the plan, orders the copy stream behind what `consumer` has queued, and lets
+    // the readers start.
     std::unique_ptr<Transfer> begin(Plan plan, CUstream consumer, uint32_t events);
 
     // Enqueues for up to `milliseconds`; true when everything is enqueued. Throws the first error, once, after the
@@ -76,8 +79,8 @@ public:
     // Makes `stream` wait for event number `event` of the plan, or for the end (event = the plan's count).
     void order(Transfer& transfer, uint32_t event, CUstream stream);
 
-    // True when event number `event` has passed, waiting up to `milliseconds`. A broken context is recorded as the load's failure
-    // and counts as passed: nothing will move any more.
+    // True when event number `event` has passed, waiting up to `milliseconds`. A broken context is recorded as the
+    // load's failure and counts as passed: nothing will move any more.
     bool wait(Transfer& transfer, uint32_t event, int64_t milliseconds);
 
     // Lets what is under way pass without being read, for up to `milliseconds`; then releases every gate and joins the
@@ -119,6 +122,7 @@ private:
     std::unique_ptr<Ring> ring_;
     std::unique_ptr<Readers> readers_;
     std::string why_host_;
+    bool has_batches_ = false;
     Road road_ = Road::gated;
 
     // Host-enqueued copies under way, oldest first: their events tell when a span may be filled again.

@@ -1,4 +1,5 @@
-// One exception for everything that can fail in the core: what kind, the code that the system or driver gave, and words.
+// One exception for everything that can fail in the core: what kind, the code that the system or driver gave, and
+// words.
 #pragma once
 
 #include <stdexcept>

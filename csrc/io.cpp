@@ -46,7 +46,8 @@ ReadResult File::read(void* to, size_t bytes, off_t offset) {
     ReadResult result;
     while (result.got < bytes) {
         size_t want = std::min(bytes - result.got, kMost);
-        const bool aligned = (reinterpret_cast<uintptr_t>(next + result.got) | size_t(offset) | result.got) % kDirectAlignment == 0;
+        const bool aligned =
+            (reinterpret_cast<uintptr_t>(next + result.got) | size_t(offset) | result.got) % kDirectAlignment == 0;
         if (wants_direct_) {
             if (aligned && want >= kDirectAlignment) want -= want % kDirectAlignment;
             set_direct(aligned && want >= kDirectAlignment);

@@ -29,7 +29,8 @@ void Plan::check(uint32_t events, uint64_t largest_chunk) const {
         for (uint64_t p = chunk.first_piece; p < next; p++) {
             const Piece& piece = pieces[p];
             insist(piece.file < files.size(), "a piece has a file that is not there");
-            insist(piece.bytes <= chunk.bytes && piece.chunk_offset <= chunk.bytes - piece.bytes, "a piece leaves its chunk");
+            insist(piece.bytes <= chunk.bytes && piece.chunk_offset <= chunk.bytes - piece.bytes,
+                   "a piece leaves its chunk");
             insist(piece.file_offset <= INT64_MAX - piece.bytes, "a piece leaves its file");
         }
     }
@@ -38,7 +39,10 @@ void Plan::check(uint32_t events, uint64_t largest_chunk) const {
 }
 
 Load::Load(Plan plan, Ring* ring)
-    : plan_(std::move(plan)), ring_(ring), id_(next_id++), pieces_left_(new std::atomic<uint32_t>[plan_.chunks.size()]),
+    : plan_(std::move(plan)),
+      ring_(ring),
+      id_(next_id++),
+      pieces_left_(new std::atomic<uint32_t>[plan_.chunks.size()]),
       chunks_left_(uint32_t(plan_.chunks.size())) {
     for (size_t c = 0; c < plan_.chunks.size(); c++) pieces_left_[c] = plan_.chunks[c].piece_count;
     if (!ring_) return;
@@ -48,7 +52,8 @@ Load::Load(Plan plan, Ring* ring)
 
 bool Load::wait_for_place(uint32_t chunk, const std::atomic<bool>& stop) const {
     for (Patience patience;; patience.wait()) {
-        if (chunk >= stranded_from_.load(std::memory_order_acquire) || stop.load(std::memory_order_relaxed)) return false;
+        if (chunk >= stranded_from_.load(std::memory_order_acquire) || stop.load(std::memory_order_relaxed))
+            return false;
         if (ring_->is_freed(spans_[chunk].fill_after)) return true;
     }
 }

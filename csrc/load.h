@@ -1,7 +1,7 @@
 // One load: what to read, into which chunks, and how far it has come.
 //
-// Three parties touch a load. The caller's thread makes it and enqueues its chunks (engine.cpp). Reader threads fill the
-// chunks (readers.cpp). Anyone may ask how far it is. What readers and askers share is atomic or under `mutex_`.
+// Three parties touch a load. The caller's thread makes it and enqueues its chunks (engine.cpp). Reader threads fill
+// the chunks (readers.cpp). Anyone may ask how far it is. What readers and askers share is atomic or under `mutex_`.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@ struct Piece {
     uint64_t file_offset;
     uint64_t bytes;
     uint64_t chunk_offset;
-    uint32_t file;  // index into the plan's files
+    uint32_t file;    // index into the plan's files
     uint32_t direct;  // 1: read past the page cache
 };
 
@@ -48,8 +48,8 @@ struct Plan {
 // The first thing that went wrong.
 struct Failure {
     Cause cause = Cause::none;
-    int code = 0;           // errno, or the driver's
-    int64_t piece = -1;     // which piece, where one is to blame
+    int code = 0;        // errno, or the driver's
+    int64_t piece = -1;  // which piece, where one is to blame
     uint64_t wanted = 0, found = 0;
     std::string message;
 };

@@ -7,8 +7,8 @@
 
 namespace tdgpu {
 
-// Short naps first, since on a fast link a place in the ring is free within microseconds; long ones later, so that a load
-// behind a long kernel costs next to nothing.
+// Short naps first, since on a fast link a place in the ring is free within microseconds; long ones later, so that a
+// load behind a long kernel costs next to nothing.
 class Patience {
 public:
     void wait() {

@@ -26,13 +26,16 @@ Readers::Readers(unsigned threads) {
         // Limits on threads: fewer will do, none will not.
         if (threads_.empty()) {
             pthread_sigmask(SIG_SETMASK, &previous, nullptr);
-            throw Error(Cause::memory, error.code().value(), std::string("no reader thread could be started: ") + error.what());
+            throw Error(Cause::memory, error.code().value(),
+                        std::string("no reader thread could be started: ") + error.what());
         }
     }
     pthread_sigmask(SIG_SETMASK, &previous, nullptr);
 }
 
-Readers::~Readers() { stop(); }
+Readers::~Readers() {
+    stop();
+}
 
 void Readers::post(std::shared_ptr<Load> load) {
     if (load->is_filled()) return;

@@ -6,7 +6,9 @@
 namespace tdgpu {
 namespace {
 
-size_t rounded(size_t bytes) { return (bytes + Ring::kAlignment - 1) / Ring::kAlignment * Ring::kAlignment; }
+size_t rounded(size_t bytes) {
+    return (bytes + Ring::kAlignment - 1) / Ring::kAlignment * Ring::kAlignment;
+}
 
 void* pageable(size_t bytes) {
     void* memory = nullptr;
@@ -44,8 +46,14 @@ Ring::Ring(const Driver& driver, size_t bytes) : driver_(driver), bytes_(rounded
 }
 
 void Ring::release() {
-    if (is_pinned_) driver_.MemFreeHost(memory_); else free(memory_);
-    if (gates_are_pinned_) driver_.MemFreeHost(gates_); else free(gates_);
+    if (is_pinned_)
+        driver_.MemFreeHost(memory_);
+    else
+        free(memory_);
+    if (gates_are_pinned_)
+        driver_.MemFreeHost(gates_);
+    else
+        free(gates_);
     memory_ = nullptr;
     gates_ = freed_ = nullptr;
 }
@@ -53,7 +61,8 @@ void Ring::release() {
 Span Ring::claim(size_t bytes) {
     const size_t size = rounded(bytes);
     if (bytes == 0 || size > bytes_) {
-        throw Error(Cause::invalid, 0, "a chunk of " + std::to_string(bytes) + " bytes does not fit a ring of " + std::to_string(bytes_));
+        throw Error(Cause::invalid, 0,
+                    "a chunk of " + std::to_string(bytes) + " bytes does not fit a ring of " + std::to_string(bytes_));
     }
     Span span;
     span.sequence = next_++;
@@ -71,7 +80,8 @@ Span Ring::claim(size_t bytes) {
         }
     };
     if (head_ + size > bytes_) {
-        // The rest of the ring stays empty for this round, but its users are older than those at the start: they go first.
+        // The rest of the ring stays empty for this round, but its users are older than those at the start: they go
+        // first.
         wait_for_users_of(head_, bytes_);
         head_ = 0;
     }

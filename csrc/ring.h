@@ -22,7 +22,9 @@ namespace tdgpu {
 using Sequence = uint32_t;
 
 // a has come at or after b, as cuStreamWaitValue32 with GEQ sees it.
-inline bool reached(Sequence a, Sequence b) { return int32_t(a - b) >= 0; }
+inline bool reached(Sequence a, Sequence b) {
+    return int32_t(a - b) >= 0;
+}
 
 struct Span {
     size_t offset = 0;        // from the start of the ring, in bytes
@@ -63,7 +65,9 @@ public:
     bool is_freed(Sequence chunk) const { return reached(load(freed_), chunk); }
 
     // Device side: where the stream waits and writes. Only if gates_are_pinned().
-    CUdeviceptr ready_address(Sequence chunk) const { return gates_address_ + (chunk % kReadyGates) * sizeof(uint32_t); }
+    CUdeviceptr ready_address(Sequence chunk) const {
+        return gates_address_ + (chunk % kReadyGates) * sizeof(uint32_t);
+    }
     CUdeviceptr freed_address() const { return gates_address_ + kFreedWord * sizeof(uint32_t); }
     // A word that is no gate, to try the driver's operations on.
     CUdeviceptr trial_address() const { return gates_address_ + kTrialWord * sizeof(uint32_t); }

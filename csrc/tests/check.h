@@ -47,8 +47,8 @@ struct Simulation {
         reset();
     }
 
-    // Forgets settings, faults and findings. The simulation takes a wait of some seconds for a hang; under a sanitizer on
-    // a busy machine honest work can take that long.
+    // Forgets settings, faults and findings. The simulation takes a wait of some seconds for a hang; under a sanitizer
+    // on a busy machine honest work can take that long.
     void reset() const {
         reset_();
         set("hang_ms", 20000);

@@ -19,10 +19,10 @@ struct Signature<Result (*)(Arguments...)> {
     using type = void (*)(Plain<Result>, Plain<Arguments>...);
 };
 
-#define TDGPU_COMPARE(member, name, version, symbol, arguments)                                              \
-    static_assert(std::is_same_v<Signature<decltype(tdgpu::Driver::member)>::type,                            \
-                                 Signature<decltype(&cu##member)>::type>,                                     \
-                  symbol);
+#define TDGPU_COMPARE(member, name, version, symbol, arguments)                                                   \
+    static_assert(                                                                                                \
+        std::is_same_v<Signature<decltype(tdgpu::Driver::member)>::type, Signature<decltype(&cu##member)>::type>, \
+        symbol);
 TDGPU_DRIVER_REQUIRED(TDGPU_COMPARE)
 TDGPU_DRIVER_OPTIONAL(TDGPU_COMPARE)
 

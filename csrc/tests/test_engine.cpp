@@ -1,5 +1,5 @@
-// Loads through the simulated driver: right bytes on both roads, under limits, faults and interrupts; and the seeded bugs
-// show, so the tests can fail.
+// Loads through the simulated driver: right bytes on both roads, under limits, faults and interrupts; and the seeded
+// bugs show, so the tests can fail.
 #include <sys/resource.h>
 
 #include <cstring>
@@ -108,7 +108,9 @@ void without_memory_operations_the_host_enqueues() {
     Bench bench;
     assert(!bench.engine->why_host().empty());
     const RandomFile file(900'000);
-    assert(check::cause_of([&] { bench.start(check::plan_of(file, device_memory(900'000), 65536, 65536), Road::gated); }) == Cause::invalid);
+    assert(check::cause_of([&] {
+               bench.start(check::plan_of(file, device_memory(900'000), 65536, 65536), Road::gated);
+           }) == Cause::invalid);
     assert(bench.wrong_bytes(file, Road::host) == 0);
     sim->expect_clean();
     sim->reset();
@@ -205,7 +207,8 @@ void an_interrupted_load_can_be_taken_back() {
     sim->set("delay_us", 500);
     sim->set("queue_depth", 8);
     Bench bench(128 << 10);
-    auto transfer = bench.engine->begin(check::plan_of(file, device_memory(file.bytes.size()), 32768, 8192), bench.consumer, 0);
+    auto transfer =
+        bench.engine->begin(check::plan_of(file, device_memory(file.bytes.size()), 32768, 8192), bench.consumer, 0);
     bench.engine->pump(*transfer, 0);
     while (!bench.engine->abort(*transfer, 5)) {
     }
@@ -233,7 +236,8 @@ void a_capturing_stream_is_refused() {
     Bench bench;
     const auto address = device_memory(1000);
     sim->set("capturing", 1);
-    assert(check::cause_of([&] { bench.start(check::plan_of(file, address, 1000, 1000), Road::gated); }) == Cause::capturing);
+    assert(check::cause_of([&] { bench.start(check::plan_of(file, address, 1000, 1000), Road::gated); }) ==
+           Cause::capturing);
     sim->set("capturing", 0);
     assert(bench.wrong_bytes(file, Road::gated) == 0);
     sim->expect_clean();

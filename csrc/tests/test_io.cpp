@@ -10,7 +10,9 @@ namespace {
 
 int calls = 0;
 
-ssize_t three_bytes_at_a_time(int fd, void* to, size_t n, off_t at) { return ::pread(fd, to, std::min<size_t>(n, 3), at); }
+ssize_t three_bytes_at_a_time(int fd, void* to, size_t n, off_t at) {
+    return ::pread(fd, to, std::min<size_t>(n, 3), at);
+}
 
 ssize_t interrupted_every_other_time(int fd, void* to, size_t n, off_t at) {
     if (calls++ % 2 == 0) {
@@ -38,8 +40,8 @@ ssize_t refuses_direct(int fd, void* to, size_t n, off_t at) {
     return ::pread(fd, to, n, at);
 }
 
-void read_with(PreadFunction function, bool direct, const check::RandomFile& file, size_t offset, size_t want, size_t expect_got,
-               int expect_error) {
+void read_with(PreadFunction function, bool direct, const check::RandomFile& file, size_t offset, size_t want,
+               size_t expect_got, int expect_error) {
     pread_function = function;
     char* to = static_cast<char*>(aligned_alloc(4096, 1 << 20));
     memset(to, 0x55, 1 << 20);
