@@ -1,6 +1,7 @@
 #include "io.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,7 +14,9 @@ std::atomic<PreadFunction> pread_function{&::pread};
 
 int File::open(const std::string& path, bool direct) {
     close();
-    const int flags = O_RDONLY | O_CLOEXEC;
+    // Without O_NONBLOCK, the open of a pipe that took the file's place would wait for a writer. It means nothing to a
+    // file.
+    const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
     if (direct) {
         descriptor_ = ::open(path.c_str(), flags | O_DIRECT);
         wants_direct_ = is_direct_ = descriptor_ >= 0;
@@ -22,7 +25,11 @@ int File::open(const std::string& path, bool direct) {
         descriptor_ = ::open(path.c_str(), flags);
         if (descriptor_ < 0 && errno != EINTR) return errno;
     }
-    return 0;
+    struct stat status;
+    if (fstat(descriptor_, &status) != 0) return errno;
+    if (S_ISREG(status.st_mode)) return 0;
+    close();
+    return S_ISDIR(status.st_mode) ? EISDIR : ENOTSUP;
 }
 
 void File::close() {

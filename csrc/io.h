@@ -23,7 +23,7 @@ public:
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
-    // Returns errno, or 0. `direct` asks for reads past the page cache; a file system that refuses gets buffered ones.
+    // Returns errno, or 0: what is open then is a regular file. `direct` asks for reads past the page cache; a file system that refuses gets buffered ones.
     int open(const std::string& path, bool direct);
     void close();
     bool is_open() const { return descriptor_ >= 0; }

@@ -17,7 +17,7 @@ from saves import SAVES
 from tensordict import LazyStackedTensorDict, TensorDict
 
 import tdgpu
-from tdgpu.transfer import registry
+from tdgpu.transfer import native, registry
 
 MiB = 1 << 20
 
@@ -137,6 +137,21 @@ def test_a_load_comes_after_work_that_used_its_memory(sim, tmp_path):
         scratch.copy_(torch.full((400_000,), 7.0).pin_memory(), non_blocking=True)
         del scratch  # its memory goes to the next tensor on this stream, at once
         assert same_values(tdgpu.load_memmap(tmp_path, device="simgpu", non_blocking=True), td)
+
+
+def test_the_program_may_change_its_directory_meanwhile(sim, tmp_path, monkeypatch):
+    td = save_random(tmp_path / "save", large=6)
+    native.set_pread(sim.io.pread_address)
+    sim.io.set(delay_us=5000)
+    try:
+        monkeypatch.chdir(tmp_path)
+        with tdgpu.options(ring_bytes=256 << 10):
+            loaded = tdgpu.load_memmap("save", device="simgpu", non_blocking=True)
+            monkeypatch.chdir("/")
+            tdgpu.synchronize()
+    finally:
+        native.set_pread(None)
+    assert same_values(loaded, td)
 
 
 def test_on_a_side_stream(device, tmp_path):

@@ -1,4 +1,6 @@
 // Reads give all the bytes or a reason.
+#include <sys/stat.h>
+
 #include <cerrno>
 #include <cstring>
 
@@ -74,5 +76,13 @@ int main() {
 
     File missing;
     assert(missing.open(file.path + ".not", false) == ENOENT && missing.open(file.path + ".not", true) == ENOENT);
+
+    // What took a file's place since it was checked must not make a reader wait.
+    File other;
+    assert(other.open("/tmp", false) == EISDIR && !other.is_open());
+    const std::string pipe = file.path + ".pipe";
+    assert(mkfifo(pipe.c_str(), 0600) == 0);
+    assert(other.open(pipe, false) == ENOTSUP && !other.is_open());
+    unlink(pipe.c_str());
     puts("io: ok");
 }

@@ -10,6 +10,7 @@ A chunk is one copy through the ring. It consists of pieces, which the reader th
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -209,7 +210,8 @@ class _Builder:
 
     def _file(self, leaf: Leaf) -> int:
         assert leaf.extent is not None
-        self.files.append(leaf.extent.file)
+        # Absolute, since the readers may come to it after the program has changed its directory.
+        self.files.append(os.path.abspath(leaf.extent.file) if leaf.extent.file[:1] != "/" else leaf.extent.file)
         return len(self.files) - 1
 
     def _placed(self, leaf: Leaf, values: torch.Tensor) -> None:
