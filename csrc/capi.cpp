@@ -202,6 +202,10 @@ TDGPU_API int tdgpu_readers_create(uint32_t threads, Readers** readers) {
     return guarded([&] { *readers = new Readers(threads); });
 }
 
+TDGPU_API void tdgpu_readers_cancel(Readers* readers) {
+    readers->cancel();
+}
+
 // Joins the threads. Reads that are queued end without being read.
 TDGPU_API void tdgpu_readers_destroy(Readers* readers) {
     delete readers;

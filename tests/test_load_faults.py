@@ -159,6 +159,18 @@ def test_a_failing_driver_call_is_raised_and_the_next_load_works(sim, tmp_path, 
         assert same_values(tdgpu.load_memmap(tmp_path, device="simgpu"), td)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_failures_do_not_use_up_what_loads_need(sim, tmp_path, path):
+    td = save_random(tmp_path, large=2)
+    with tdgpu.options(path=path, ring_bytes=256 << 10, chunk_bytes=32 << 10):
+        for nth in range(1, 12):
+            sim.fail("cuMemcpyHtoDAsync", nth, 1)
+            with pytest.raises(errors.TransferError):
+                tdgpu.load_memmap(tmp_path, device="simgpu")
+            sim.fail("cuMemcpyHtoDAsync", 1_000_000, 1)
+        assert same_values(tdgpu.load_memmap(tmp_path, device="simgpu"), td)
+
+
 def test_a_broken_context_ends_in_errors_not_in_a_hang(sim, tmp_path):
     save_random(tmp_path, large=6)
     sim.set(delay_us=2000)

@@ -112,6 +112,7 @@ print("returned", flush=True)
 @pytest.mark.parametrize("path", ["auto", "host", "generic"])
 def test_ctrl_c_is_heard_and_the_next_load_works(save, path):
     code = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with SIGINT ignored
 tdgpu.load_memmap(prefix, device="simgpu")
 native.set_pread(sim.io.pread_address)
 sim.io.set(delay_us=50000)

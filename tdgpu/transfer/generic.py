@@ -43,6 +43,8 @@ class GenericEngine:
         self.free = collections.deque(range(BUFFERS))
         self.copies: collections.deque[tuple[int, torch.Event]] = collections.deque()
         self.stream = self._side_stream()
+        self.threads: list[threading.Thread] = []
+        self.is_closing = False
 
     def _make_buffers(self) -> tuple[list[torch.Tensor], bool]:
         size = max(self.ring_bytes // BUFFERS, 4096)
@@ -85,7 +87,9 @@ class GenericEngine:
         work.transfer = weakref.ref(transfer)
         self.watcher.add(flight)
         if early:
-            threading.Thread(target=work.run, name=f"tdgpu-load-{self.device}", daemon=True).start()
+            thread = threading.Thread(target=work.run, name=f"tdgpu-load-{self.device}", daemon=True)
+            self.threads = [*filter(threading.Thread.is_alive, self.threads), thread]
+            thread.start()
         else:
             work.run()
             if flight.thread_error is not None:
@@ -109,7 +113,13 @@ class GenericEngine:
             self.copies.append((buffer, copied))
 
     def close(self, milliseconds: int) -> None:
-        """Ends the readers."""
+        """Ends loads under way, and the readers."""
+        self.is_closing = True
+        self.readers.cancel()
+        # An interpreter that ends under a thread in the middle of torch's C++ code aborts the process: wait for it, as
+        # long as it takes the device to give back a buffer.
+        for thread in self.threads:
+            thread.join(timeout=milliseconds / 1000)
         self.readers.close()
         self.watcher.stop()
 
@@ -233,9 +243,13 @@ class _Work:
                 ):
                     reading.append((next_chunk, buffer, self._read(next_chunk, buffer)))
                     next_chunk += 1
-                self._wait(reading[0][2], reading[0][0])
-                chunk, buffer, _ = reading.popleft()
-                engine.put_buffer(buffer, self._copy(chunk, buffer))
+                chunk, buffer, read = reading[0]
+                self._wait(read, chunk)
+                if engine.is_closing:
+                    raise TransferError("The process ended before the load did.", save=self.flight.save)
+                copied = self._copy(chunk, buffer)
+                reading.popleft()
+                engine.put_buffer(buffer, copied)
         finally:
             for _, buffer, read in reading:  # only after an error: the readers still write to these buffers
                 read.cancel()

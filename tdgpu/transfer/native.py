@@ -121,6 +121,7 @@ _PROTOTYPES = {
     "tdgpu_load_wait_filled": (c_int, c_void_p, c_int64),
     "tdgpu_load_report": (None, c_void_p, POINTER(_Report), c_char_p, c_size_t),
     "tdgpu_readers_create": (c_int, c_uint32, POINTER(c_void_p)),
+    "tdgpu_readers_cancel": (None, c_void_p),
     "tdgpu_readers_destroy": (None, c_void_p),
     "tdgpu_readers_post": (
         c_int, c_void_p, c_void_p, c_uint32, c_void_p, c_uint32, c_void_p, c_uint32, POINTER(c_void_p),
@@ -347,6 +348,10 @@ class Readers:
             "The read cannot begin",
         )
         return Read(handle)
+
+    def cancel(self) -> None:
+        """Reads that are queued need not be read any more."""
+        core().tdgpu_readers_cancel(self._handle)
 
     def close(self) -> None:
         """Joins the threads; reads that are queued end without being read."""
