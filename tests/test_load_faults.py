@@ -205,6 +205,20 @@ def test_a_capturing_stream_is_refused(sim, tmp_path):
     assert same_values(tdgpu.load_memmap(tmp_path, device="simgpu"), td)
 
 
+def test_a_future_dropped_while_a_graph_is_captured(sim, tmp_path):
+    """The stream cannot be made to wait then, so the host waits: the memory must not go while it is written."""
+    save_random(tmp_path, large=4)
+    sim.set(delay_us=2000)
+    tdgpu.load_memmap(tmp_path, device="simgpu")
+    future = tdgpu.load_memmap(tmp_path, device="simgpu", return_early=True)
+    flight = future._transfers[0].flight
+    sim.set(capturing=1)
+    del future
+    gc.collect()
+    assert flight.wait(0)
+    sim.set(capturing=0)
+
+
 def test_threads_load_at_the_same_time(sim, tmp_path):
     wanted = {}
     for i in range(4):

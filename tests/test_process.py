@@ -130,6 +130,36 @@ print(all((loaded[f"w{i}"].cpu() == i).all().item() for i in range(16)), sim.vio
     assert ok(run(code, save, TDGPU_PATH=path, TDGPU_RING_BYTES="1M")) == "interrupted True\nTrue []\n"
 
 
+@pytest.mark.parametrize("path", ["auto", "host", "generic"])
+def test_interrupts_at_any_moment(save, path):
+    """A hundred loads, each interrupted somewhere: no load hangs, no memory is written after it was given back."""
+    code = """
+import random
+def interrupt(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, interrupt)
+sim.set(delay_us=200)
+tdgpu.load_memmap(prefix, device="simgpu", subpath="")
+random.seed(1)
+interrupted = 0
+for i in range(100):
+    ways = [{}, {"non_blocking": True}, {"return_early": True}]
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.choice([0.0005, 0.002, 0.005, 0.02]) * (0.5 + random.random()))
+        loaded = tdgpu.load_memmap(prefix, device="simgpu", **ways[i % 3])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        interrupted += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    loaded = None
+loaded = tdgpu.load_memmap(prefix, device="simgpu")
+right = all((loaded[f"w{i}"][:1000].cpu() == i).all().item() for i in range(16))
+print(interrupted > 20, right, sim.violations())
+"""
+    assert ok(run(code, save, TDGPU_PATH=path, TDGPU_RING_BYTES="1M", timeout=110)) == "True True []\n"
+
+
 def test_a_forked_child_gets_a_clear_error_and_can_use_the_cpu(save):
     code = """
 tdgpu.load_memmap(prefix, device="simgpu")

@@ -8,7 +8,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -30,8 +29,9 @@ class DeviceEngine:
         self.settings = settings
         self.native = native.Engine(driver, device.index, settings.ring_bytes, settings.threads)
         self.watcher = Watcher(device)
-        self._enqueuing = _EnqueueLock(device)
-        self._kept: list[tuple[LoadPlan, native.Transfer]] = []
+        self._enqueuing = threading.Lock()
+        self._enqueuing_thread: int | None = None
+        self._kept: list[tuple[LoadPlan, DeviceFlight]] = []
         if self.native.pinned_bytes < settings.ring_bytes:
             warn_about_pinned(device, self.native.pinned_bytes, settings.ring_bytes)
 
@@ -51,39 +51,52 @@ class DeviceEngine:
         settings = get_options()
         stream = streams.current_stream(self.device)
         road = self.road()
-        with self._enqueuing:
-            while not self.native.take_road(road):
-                pass
-            plan = make_plan(
-                leaves,
-                self.device,
-                chunk_bytes=settings.chunk_bytes,
-                ring_bytes=self.native.ring_bytes,
-                early=early,
-                direct=settings.direct_io,
+        if self._enqueuing_thread == threading.get_ident():
+            raise DeviceError(
+                f"A load to {self.device} was started while this thread was starting another one (from a signal"
+                " handler or a finalizer)."
             )
-            transfer = self.native.begin(plan.files, plan.pieces, plan.chunks, plan.events, streams.handle(stream))
-            flight = DeviceFlight(save, plan, road, transfer)
+        with self._enqueuing:
+            self._enqueuing_thread = threading.get_ident()
             try:
-                while not transfer.pump():
+                while not self.native.take_road(road):
                     pass
-            except BaseException as error:
-                self._take_back(plan, transfer)
+                plan = make_plan(
+                    leaves,
+                    self.device,
+                    chunk_bytes=settings.chunk_bytes,
+                    ring_bytes=self.native.ring_bytes,
+                    early=early,
+                    direct=settings.direct_io,
+                )
+                return self._enqueue(plan, DeviceFlight(save, plan, road, native.Transfer(self.native)), stream)
+            finally:
+                self._enqueuing_thread = None
+
+    def _enqueue(self, plan: LoadPlan, flight: DeviceFlight, stream: torch.Stream) -> DeviceTransfer:
+        try:
+            flight.native.begin(plan.files, plan.pieces, plan.chunks, plan.events, streams.handle(stream))
+            while not flight.native.pump():
+                pass
+            self.watcher.add(flight)
+            return DeviceTransfer(plan, flight, self, stream)
+        except BaseException as error:
+            # The driver failed, or Ctrl-C came. Nothing may write to the destinations any more when they go.
+            if flight.native.has_begun:
+                self._take_back(plan, flight)
                 failure = flight.failure()
                 if isinstance(error, Exception) and failure is not None:
                     raise failure from error
-                raise
-        self.watcher.add(flight)
-        return DeviceTransfer(plan, flight, self, stream)
+            raise
 
-    def _take_back(self, plan: LoadPlan, transfer: native.Transfer) -> None:
-        """Waits until nothing writes to the destinations any more: the driver failed, or Ctrl-C came."""
+    def _take_back(self, plan: LoadPlan, flight: DeviceFlight) -> None:
         try:
-            while not transfer.abort():
+            flight.cancel()
+            while not flight.native.abort() or not flight.wait():
                 pass
         except BaseException:
             # Interrupted again, or the driver refuses this, too. Copies may still run, so their memory must stay.
-            self._kept.append((plan, transfer))
+            self._kept.append((plan, flight))
             raise
 
     def close(self, milliseconds: int) -> None:
@@ -102,28 +115,6 @@ def warn_about_pinned(device: torch.device, got: int, wanted: int) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-class _EnqueueLock:
-    """Lets one thread enqueue at a time, and refuses a load that interrupts another's enqueuing on the same thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-        self._device = device
-
-    def __enter__(self) -> None:
-        if self._owner == threading.get_ident():
-            raise DeviceError(
-                f"A load to {self._device} was started while this thread was starting another one (from a signal"
-                " handler or a finalizer)."
-            )
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-
-    def __exit__(self, *_: Any) -> None:
-        self._owner = None
-        self._lock.release()
 
 
 class DeviceFlight(Flight):
@@ -195,9 +186,13 @@ class DeviceTransfer(Transfer):
 
 def _settle(flight: DeviceFlight, stream: torch.Stream, values: list[torch.Tensor], watcher: Watcher) -> None:
     """Makes the stream wait for a load that is dropped, so that the memory of `values` can go."""
-    # A device that refuses has broken down: then no copy runs any more, and whoever uses it is told.
-    with contextlib.suppress(TransferError):
-        if os.getpid() == flight.native.process and not flight.native.wait(flight.end, 0):
+    if os.getpid() == flight.native.process and not flight.native.wait(flight.end, 0):
+        try:
             flight.native.order(flight.end, streams.handle(stream))
-            watcher.watch(flight)
+        except TransferError:
+            # The stream is capturing a graph, or the device has broken down: the host waits, which ends in both cases.
+            with contextlib.suppress(TransferError):
+                while not flight.wait():
+                    pass
+        watcher.watch(flight)
     values.clear()

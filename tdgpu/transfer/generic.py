@@ -197,7 +197,10 @@ def _settle(flight: GenericFlight, stream: torch.Stream, values: list[torch.Tens
     if not flight.was_reported:
         watcher.watch(flight)
     if flight.enqueued.is_set() and flight.end is not None and not flight.end.query():
-        stream.wait_event(flight.end)
+        try:
+            stream.wait_event(flight.end)
+        except RuntimeError:  # as it does while it captures a graph
+            flight.end.synchronize()
     values.clear()
 
 

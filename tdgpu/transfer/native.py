@@ -259,15 +259,6 @@ class Engine:
         _check(cause, f"The load cannot be {road}")
         return bool(taken.value)
 
-    def begin(self, files: list[str], pieces: np.ndarray, chunks: np.ndarray, events: int, stream: int) -> Transfer:
-        """Orders the copy stream behind `stream` (a driver's handle) and starts the readers."""
-        handle = c_void_p()
-        cause = core().tdgpu_transfer_begin(
-            self.handle, *_plan_arguments(files, pieces, chunks), events, stream, byref(handle)
-        )
-        _check(cause, "The load cannot begin")
-        return Transfer(self, handle)
-
     def close(self, milliseconds: int) -> None:
         """Ends the readers; frees the ring unless a copy may still be under way. The engine is unusable afterwards."""
         core().tdgpu_engine_close(self.handle, milliseconds)
@@ -276,17 +267,30 @@ class Engine:
 class Transfer:
     """A load on its way to a device. Owns the core's object, which lives on in the readers as long as they need it."""
 
-    def __init__(self, engine: Engine, handle: c_void_p) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._handle: c_void_p | None = handle
-        self._load = core().tdgpu_transfer_load(handle)
+        self._handle = c_void_p()
         self.process = os.getpid()
 
     def __del__(self) -> None:
         # After a fork the core's locks may be held by threads that the child does not have.
-        if getattr(self, "_handle", None) is not None and os.getpid() == self.process:
+        if self._handle.value is not None and os.getpid() == self.process:
             core().tdgpu_transfer_release(self._handle)
-            self._handle = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is something to take back; true at once when the core has begun, whatever comes in between."""
+        return self._handle.value is not None
+
+    def begin(self, files: list[str], pieces: np.ndarray, chunks: np.ndarray, events: int, stream: int) -> None:
+        """Orders the copy stream behind `stream` (a driver's handle) and starts the readers."""
+        arguments = _plan_arguments(files, pieces, chunks)
+        cause = core().tdgpu_transfer_begin(self._engine.handle, *arguments, events, stream, byref(self._handle))
+        _check(cause, "The load cannot begin")
+
+    @property
+    def _load(self) -> int:
+        return int(core().tdgpu_transfer_load(self._handle))
 
     def pump(self) -> bool:
         """Enqueues for up to SLICE_MS; True when everything is enqueued."""

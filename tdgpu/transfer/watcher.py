@@ -14,6 +14,7 @@ import weakref
 
 import torch
 
+from tdgpu.errors import TdgpuError
 from tdgpu.transfer.base import Flight
 
 # How often the watcher looks whether the copies of a load that is read are through.
@@ -81,17 +82,27 @@ class Watcher:
 
     def _run(self) -> None:
         while (flight := self._left.get()) is not None:
-            is_read = is_over = False
-            while not is_over:
-                is_read = is_read or flight.wait_filled()
-                is_over = is_read and flight.wait(0)
-                failure = self._note(flight)
-                if failure is not None:
-                    threading.excepthook(
-                        threading.ExceptHookArgs(
-                            (type(failure), failure, failure.__traceback__, threading.current_thread())
-                        )
-                    )
-                if is_read and not is_over:
-                    time.sleep(LAST_COPIES_SECONDS)
+            try:
+                self._see_through(flight)
+            except TdgpuError as error:  # the driver refuses even to say how far it is
+                with self._lock:
+                    self._pending.append(error)
+                _tell(error)
             del flight  # not kept while waiting for the next one
+
+    def _see_through(self, flight: Flight) -> None:
+        is_read = is_over = False
+        while not is_over:
+            is_read = is_read or flight.wait_filled()
+            is_over = is_read and flight.wait(0)
+            failure = self._note(flight)
+            if failure is not None:
+                _tell(failure)
+            if is_read and not is_over:
+                time.sleep(LAST_COPIES_SECONDS)
+
+
+def _tell(failure: Exception) -> None:
+    """On stderr, or wherever the program sends what its threads die of."""
+    thread = threading.current_thread()
+    threading.excepthook(threading.ExceptHookArgs((type(failure), failure, failure.__traceback__, thread)))
