@@ -157,7 +157,9 @@ loaded = tdgpu.load_memmap(prefix, device="simgpu")
 right = all((loaded[f"w{i}"][:1000].cpu() == i).all().item() for i in range(16))
 print(interrupted > 20, right, sim.violations())
 """
-    assert ok(run(code, save, TDGPU_PATH=path, TDGPU_RING_BYTES="1M", timeout=110)) == "True True []\n"
+    done = run(code, save, TDGPU_PATH=path, TDGPU_RING_BYTES="1M", timeout=110)
+    # An interrupt within a finalizer is printed by Python and goes no further: stderr may tell of one.
+    assert (done.returncode, done.stdout) == (0, "True True []\n"), done.stderr
 
 
 def test_a_forked_child_gets_a_clear_error_and_can_use_the_cpu(save):

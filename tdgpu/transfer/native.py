@@ -267,6 +267,9 @@ class Engine:
 class Transfer:
     """A load on its way to a device. Owns the core's object, which lives on in the readers as long as they need it."""
 
+    # An interrupt may come before __init__ is through.
+    _handle = c_void_p()
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._handle = c_void_p()
