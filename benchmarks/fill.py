@@ -50,7 +50,7 @@ class NativeReaders:
 
     def __init__(self, files: Files, threads: int) -> None:
         self._readers = native.Readers(threads)
-        self._names = [str(path) for path in files.paths]
+        self._files = [(str(path), 0) for path in files.paths]
         base = files.buffer.ctypes.data
         self._pieces = np.array([(offset, size, 0, file, 0) for file, offset, size, _ in files.pieces], native.PIECE)
         self._chunks = np.array(
@@ -58,7 +58,7 @@ class NativeReaders:
         )
 
     def fill_slots(self) -> None:
-        read = self._readers.post(self._names, self._pieces, self._chunks)
+        read = self._readers.post(self._files, self._pieces, self._chunks)
         assert read.wait_filled(60_000), "not filled within a minute"
 
     def close(self) -> None:

@@ -45,10 +45,11 @@ int guarded(Function function) {
     }
 }
 
-Plan make_plan(const char* const* files, uint32_t file_count, const Piece* pieces, uint32_t piece_count,
+Plan make_plan(const CheckedFile* files, uint32_t file_count, const Piece* pieces, uint32_t piece_count,
                const Chunk* chunks, uint32_t chunk_count) {
     Plan plan;
-    plan.files.assign(files, files + file_count);
+    plan.files.reserve(file_count);
+    for (uint32_t i = 0; i < file_count; i++) plan.files.push_back({files[i].path, files[i].inode});
     plan.pieces.assign(pieces, pieces + piece_count);
     plan.chunks.assign(chunks, chunks + chunk_count);
     return plan;
@@ -136,7 +137,7 @@ TDGPU_API int tdgpu_engine_take_road(Engine* engine, int road, int64_t milliseco
     return guarded([&] { *is_taken = engine->take_road(Road(road), milliseconds); });
 }
 
-TDGPU_API int tdgpu_transfer_begin(Engine* engine, const char* const* files, uint32_t file_count, const Piece* pieces,
+TDGPU_API int tdgpu_transfer_begin(Engine* engine, const CheckedFile* files, uint32_t file_count, const Piece* pieces,
                                    uint32_t piece_count, const Chunk* chunks, uint32_t chunk_count, uint32_t events,
                                    uint64_t consumer_stream, Transfer** transfer) {
     return guarded([&] {
@@ -211,7 +212,7 @@ TDGPU_API void tdgpu_readers_destroy(Readers* readers) {
     delete readers;
 }
 
-TDGPU_API int tdgpu_readers_post(Readers* readers, const char* const* files, uint32_t file_count, const Piece* pieces,
+TDGPU_API int tdgpu_readers_post(Readers* readers, const CheckedFile* files, uint32_t file_count, const Piece* pieces,
                                  uint32_t piece_count, const Chunk* chunks, uint32_t chunk_count, SharedLoad** read) {
     return guarded([&] {
         Plan plan = make_plan(files, file_count, pieces, piece_count, chunks, chunk_count);

@@ -12,7 +12,7 @@ namespace tdgpu {
 
 std::atomic<PreadFunction> pread_function{&::pread};
 
-int File::open(const std::string& path, bool direct) {
+int File::open(const std::string& path, uint64_t inode, bool direct) {
     close();
     // Without O_NONBLOCK, the open of a pipe that took the file's place would wait for a writer. It means nothing to a
     // file.
@@ -27,9 +27,10 @@ int File::open(const std::string& path, bool direct) {
     }
     struct stat status;
     if (fstat(descriptor_, &status) != 0) return errno;
-    if (S_ISREG(status.st_mode)) return 0;
+    const bool is_file = S_ISREG(status.st_mode);
+    if (is_file && (inode == 0 || inode == status.st_ino)) return 0;
     close();
-    return S_ISDIR(status.st_mode) ? EISDIR : ENOTSUP;
+    return is_file ? ESTALE : S_ISDIR(status.st_mode) ? EISDIR : ENOTSUP;
 }
 
 void File::close() {

@@ -23,8 +23,10 @@ public:
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
-    // Returns errno, or 0: what is open then is a regular file. `direct` asks for reads past the page cache; a file system that refuses gets buffered ones.
-    int open(const std::string& path, bool direct);
+    // Returns errno, or 0: what is open then is a regular file with that inode (0: any); ESTALE tells that it is
+    // another one, as after a save was written anew by renaming. `direct` asks for reads past the page cache; a file
+    // system that refuses gets buffered ones.
+    int open(const std::string& path, uint64_t inode, bool direct);
     void close();
     bool is_open() const { return descriptor_ >= 0; }
 

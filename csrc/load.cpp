@@ -1,5 +1,6 @@
 #include "load.h"
 
+#include <cerrno>
 #include <cstring>
 
 #include "patience.h"
@@ -79,7 +80,7 @@ void Load::read_piece(uint32_t index, char* to, OpenFile& open) {
     const Piece& piece = plan_.pieces[index];
     int error = 0;
     if (!open.file.is_open() || open.load != id_ || open.index != piece.file) {
-        error = open.file.open(plan_.files[piece.file], piece.direct != 0);
+        error = open.file.open(plan_.files[piece.file].path, plan_.files[piece.file].inode, piece.direct != 0);
         open.load = id_;
         open.index = piece.file;
     }
@@ -96,7 +97,9 @@ void Load::read_piece(uint32_t index, char* to, OpenFile& open) {
     failure.piece = index;
     failure.wanted = piece.file_offset + piece.bytes;
     failure.found = piece.file_offset + result.got;
-    failure.message = result.error ? strerror(result.error) : "the file ended early";
+    failure.message = result.error == ESTALE ? "another file took its place while the save was being loaded"
+                      : result.error         ? strerror(result.error)
+                                             : "the file ended early";
     record(std::move(failure));
 }
 

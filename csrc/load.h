@@ -36,8 +36,18 @@ struct Chunk {
     uint32_t reserved;
 };
 
+// A file as it was when it was checked. Part of the C ABI.
+struct CheckedFile {
+    const char* path;
+    uint64_t inode;  // 0: any
+};
+
 struct Plan {
-    std::vector<std::string> files;
+    struct Source {
+        std::string path;
+        uint64_t inode;
+    };
+    std::vector<Source> files;
     std::vector<Piece> pieces;
     std::vector<Chunk> chunks;
 

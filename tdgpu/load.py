@@ -143,16 +143,18 @@ def load_memmap(
             transfer = None if place is None else transfers.get(place)
             return on_host(leaf) if transfer is None else transfer.tensor(leaf)
 
+        if not (non_blocking or return_early):
+            # First the bytes, so that an `out` is left as it was where they cannot be had.
+            for transfer in transfers.values():
+                with bar(f"loading to {transfer.device}", transfer.flight.nbytes, enabled=progress) as tell:
+                    transfer.synchronize(tell)
         result = build(provide)
         if return_early:
             return LoadFuture(result, save, list(transfers.values()), started=started)
-        for transfer in transfers.values():
-            if non_blocking:
+        if non_blocking:
+            for transfer in transfers.values():
                 transfer.wait()
                 transfer.leave()
-            else:
-                with bar(f"loading to {transfer.device}", transfer.flight.nbytes, enabled=progress) as tell:
-                    transfer.synchronize(tell)
     except BaseException:
         for transfer in transfers.values():
             transfer.cancel()

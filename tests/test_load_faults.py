@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import pickle
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -219,6 +221,101 @@ def test_a_future_dropped_while_a_graph_is_captured(sim, tmp_path):
     sim.set(capturing=0)
 
 
+def test_futures_in_reference_cycles_do_not_stop_the_next_load(sim, tmp_path):
+    """The collector drops them when it likes, also within tdgpu's own locks."""
+    save_random(tmp_path, leaves=100, large=6)
+    sim.set(delay_us=500)
+    before = gc.get_threshold()
+    gc.set_threshold(50, 2, 2)
+    try:
+        for _ in range(60):
+            future = tdgpu.load_memmap(tmp_path, device="simgpu", return_early=True)
+            future.itself = future
+            del future
+    finally:
+        gc.set_threshold(*before)
+    tdgpu.synchronize()
+
+
+@pytest.mark.parametrize("path", ["auto", "generic"])
+def test_warnings_as_errors_warn_once_and_build_one_engine(sim, tmp_path, path):
+    td = save_random(tmp_path)
+    before = sim.pinned_bytes()
+    sim.set(pinned_limit=before + (1 << 20))
+    with tdgpu.options(path=path), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="pinned host memory"):
+            tdgpu.load_memmap(tmp_path, device="simgpu")
+        threads = threading.active_count()
+        for _ in range(3):
+            assert same_values(tdgpu.load_memmap(tmp_path, device="simgpu"), td)
+        assert threading.active_count() <= threads + 1
+
+
+def test_a_failure_is_raised_by_one_call_only(faulty, tmp_path, hooked):
+    save_random(tmp_path / "bad", large=6)
+    td = save_random(tmp_path / "good", seed=1)
+    with tdgpu.options(ring_bytes=256 << 10):
+        faulty.io.set(delay_us=1000)
+        faulty.io.fail(2, errno.EIO, "large5")
+        future = tdgpu.load_memmap(tmp_path / "bad", device="simgpu", return_early=True)
+        future.result()
+        until(lambda: hooked)  # nobody waits any more: said on stderr
+        with pytest.raises(errors.LoadError, match="large5"):
+            future.synchronize()
+        assert same_values(tdgpu.load_memmap(tmp_path / "good", device="simgpu"), td)
+        tdgpu.synchronize()
+
+
+@pytest.mark.parametrize("path", ["auto", "generic"])
+@pytest.mark.parametrize("swap", ["pipe", "zeros", "another file", "directory", "nothing"])
+def test_a_file_that_changes_places_during_the_load(faulty, tmp_path, path, swap):
+    """Neither a reader that waits for ever, nor bytes of something else."""
+    td = save_random(tmp_path / "save", large=6)
+    save_random(tmp_path / "other", seed=1, large=6)
+    file = tmp_path / "save" / "nested" / "large5.memmap"
+    with tdgpu.options(path=path, ring_bytes=256 << 10):
+        faulty.io.set(delay_us=3000)
+        future = tdgpu.load_memmap(tmp_path / "save", device="simgpu", return_early=True)
+        file.rename(tmp_path / "away")
+        if swap == "pipe":
+            os.mkfifo(file)
+        elif swap == "zeros":
+            file.symlink_to("/dev/zero")
+        elif swap == "another file":
+            (tmp_path / "other" / "nested" / "large5.memmap").rename(file)
+        elif swap == "directory":
+            file.mkdir()
+        with pytest.raises(errors.LoadError, match="large5"):
+            future.synchronize()
+        if swap == "directory":
+            file.rmdir()
+        (tmp_path / "away").rename(file)
+        assert same_values(tdgpu.load_memmap(tmp_path / "save", device="simgpu"), td)
+
+
+def test_an_out_is_left_alone_by_a_blocking_load_that_fails(faulty, tmp_path):
+    save_random(tmp_path, large=2)
+    out = TensorDict(keep=torch.ones(2), small0=torch.ones(1)).to("simgpu")
+    faulty.io.fail(1, errno.EACCES, "large1")
+    with pytest.raises(errors.LoadError, match="Permission denied"):
+        tdgpu.load_memmap(tmp_path, out=out)
+    assert set(out.keys()) == {"keep", "small0"}
+    assert out["small0"].cpu().tolist() == [1.0]
+
+
+def test_a_future_is_not_copied(sim, tmp_path):
+    save_random(tmp_path)
+    future = tdgpu.load_memmap(tmp_path, device="simgpu", return_early=True)
+    with pytest.raises(TypeError, match="result"):
+        pickle.dumps(future)
+    with pytest.raises(TypeError, match="key"):
+        future.wait(3)
+    with pytest.raises(KeyError):
+        future.wait(())
+    future.synchronize()
+
+
 def test_threads_load_at_the_same_time(sim, tmp_path):
     wanted = {}
     for i in range(4):
@@ -248,7 +345,8 @@ def test_threads_load_at_the_same_time(sim, tmp_path):
 def test_an_unusable_device_is_said_plainly(tmp_path):
     save_random(tmp_path)
     if not torch.cuda.is_available():
-        with pytest.raises(errors.DeviceError, match="cuda"):
-            tdgpu.load_memmap(tmp_path, device="cuda:0")
+        for name in ("cuda:0", "cuda"):
+            with pytest.raises(errors.DeviceError, match="cuda"):
+                tdgpu.load_memmap(tmp_path, device=name)
     with pytest.raises(RuntimeError, match="nonsense"):
         tdgpu.load_memmap(tmp_path, device="nonsense:3")

@@ -15,6 +15,7 @@ from saves import BUILDERS, FLOAT8, SAVES, random_bytes
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch._subclasses import FakeTensorMode
 
+from tdgpu import errors
 from tdgpu.errors import KeyEscapeError, LeafSizeError, MissingLeafError, NotSupported
 from tdgpu.load import load_memmap
 
@@ -251,3 +252,27 @@ assert not [path for path in found if path.endswith(".memmap")], found
 """
     root = Path(__file__).parent.parent
     subprocess.run([sys.executable, "-c", script], check=True, cwd=root, timeout=120)
+
+
+def test_an_out_that_cannot_take_the_save_is_refused_unchanged(tmp_path):
+    td = TensorDict({"a": torch.zeros(6, 3), "b": TensorDict(c=torch.arange(6), batch_size=[6])}, batch_size=[6])
+    td.memmap(tmp_path)
+    plain = TensorDict({"keep": torch.ones(3)}, batch_size=[3])
+    stack = LazyStackedTensorDict.lazy_stack([TensorDict(keep=torch.ones(1)) for _ in range(3)])
+    for out in (plain, stack):
+        with pytest.raises(errors.OutMismatchError) as caught:
+            load_memmap(tmp_path, out=out)
+        assert caught.value.save == str(tmp_path)
+        assert list(out.keys()) == ["keep"]
+
+
+def test_a_file_that_cannot_be_mapped_is_named(tmp_path, monkeypatch):
+    TensorDict(a=torch.zeros(3)).memmap(tmp_path)
+
+    def refuse(*_, **__):
+        raise RuntimeError("unable to open file: Permission denied (13)")
+
+    monkeypatch.setattr(torch, "from_file", refuse)
+    with pytest.raises(errors.LoadError, match="Permission denied") as caught:
+        load_memmap(tmp_path)
+    assert caught.value.key == ("a",)

@@ -33,7 +33,7 @@ def carry_out(made, contents: dict[str, bytes]) -> None:
         assert storage.data_ptr() + offset == chunk["destination"]
         slot = np.zeros(chunk["bytes"], np.uint8)
         for piece in made.pieces[chunk["first_piece"] : chunk["first_piece"] + chunk["piece_count"]]:
-            data = contents[made.files[piece["file"]]][int(piece["file_offset"]) :][: int(piece["bytes"])]
+            data = contents[made.files[piece["file"]][0]][int(piece["file_offset"]) :][: int(piece["bytes"])]
             at = int(piece["chunk_offset"])
             assert len(data) == piece["bytes"] and not slot[at : at + len(data)].any()
             slot[at : at + len(data)] = np.frombuffer(data, np.uint8)
@@ -101,5 +101,5 @@ def test_events_are_spread_by_bytes():
 def test_a_piece_names_its_leaf():
     leaves = [leaf("a", 10), leaf("b", 3 * MiB), leaf("c", 20)]
     made = plan(leaves)
-    named = {made.leaf_of(piece).key[0]: made.files[made.pieces["file"][piece]] for piece in range(len(made.pieces))}
+    named = {made.leaf_of(piece).key[0]: made.files[made.pieces["file"][piece]][0] for piece in range(len(made.pieces))}
     assert named == {"a": "/a", "b": "/b", "c": "/c"}

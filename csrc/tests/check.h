@@ -92,7 +92,7 @@ struct RandomFile {
 // One file in chunks, each of several pieces.
 inline tdgpu::Plan plan_of(const RandomFile& file, uint64_t destination, size_t chunk_bytes, size_t piece_bytes) {
     tdgpu::Plan plan;
-    plan.files = {file.path};
+    plan.files = {{file.path, 0}};
     for (size_t start = 0; start < file.bytes.size(); start += chunk_bytes) {
         const size_t size = std::min(chunk_bytes, file.bytes.size() - start);
         tdgpu::Chunk chunk{destination + start, size, uint32_t(plan.pieces.size()), 0, 0, 0};

@@ -335,7 +335,7 @@ void files_are_opened_one_at_a_time() {
     std::vector<char> expected;
     for (unsigned i = 0; i < 300; i++) {
         files.push_back(std::make_unique<RandomFile>(100 + i, i));
-        plan.files.push_back(files.back()->path);
+        plan.files.push_back({files.back()->path, 0});
         plan.pieces.push_back({0, files.back()->bytes.size(), expected.size(), i, 0});
         expected.insert(expected.end(), files.back()->bytes.begin(), files.back()->bytes.end());
     }

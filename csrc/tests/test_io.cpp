@@ -48,7 +48,7 @@ void read_with(PreadFunction function, bool direct, const check::RandomFile& fil
     char* to = static_cast<char*>(aligned_alloc(4096, 1 << 20));
     memset(to, 0x55, 1 << 20);
     File opened;
-    assert(opened.open(file.path, direct) == 0);
+    assert(opened.open(file.path, 0, direct) == 0);
     const ReadResult result = opened.read(to, want, off_t(offset));
     assert(result.got == expect_got && result.error == expect_error);
     assert(memcmp(to, file.bytes.data() + offset, result.got) == 0);
@@ -75,14 +75,18 @@ int main() {
     read_with(refuses_direct, true, file, 0, 100'003, 100'003, 0);
 
     File missing;
-    assert(missing.open(file.path + ".not", false) == ENOENT && missing.open(file.path + ".not", true) == ENOENT);
+    assert(missing.open(file.path + ".not", 0, false) == ENOENT && missing.open(file.path + ".not", 0, true) == ENOENT);
 
     // What took a file's place since it was checked must not make a reader wait.
     File other;
-    assert(other.open("/tmp", false) == EISDIR && !other.is_open());
+    assert(other.open("/tmp", 0, false) == EISDIR && !other.is_open());
     const std::string pipe = file.path + ".pipe";
     assert(mkfifo(pipe.c_str(), 0600) == 0);
-    assert(other.open(pipe, false) == ENOTSUP && !other.is_open());
+    assert(other.open(pipe, 0, false) == ENOTSUP && !other.is_open());
     unlink(pipe.c_str());
+    struct stat status;
+    assert(stat(file.path.c_str(), &status) == 0);
+    assert(other.open(file.path, status.st_ino, false) == 0);
+    assert(other.open(file.path, status.st_ino + 1, false) == ESTALE && !other.is_open());
     puts("io: ok");
 }

@@ -221,15 +221,16 @@ class _Reader:
                 leaves[key] = Leaf(full, shape, dtype, None)
                 continue
             name = key + ".memmap" if plain else self._name(directory, full)
+            inode = 0
             if listing is None:
-                path, found = self._leaf_file(directory, full, name)
+                path, found, inode = self._leaf_file(directory, full, name)
                 if found < nbytes:
                     raise self._too_short(Where(self.save, full, path), nbytes, found)
             elif name in listing:
                 path = directory + name
             else:
                 path = self._unlisted_file(directory, full, name, listing)
-            leaves[key] = Leaf(full, shape, dtype, Extent(path, 0, nbytes), None, nbytes)
+            leaves[key] = Leaf(full, shape, dtype, Extent(path, 0, nbytes, None, inode), None, nbytes)
         return children
 
     def _too_short(self, where: Where, wanted: int, found: int) -> TdgpuError:
@@ -248,15 +249,15 @@ class _Reader:
         legacy = keys.legacy_name(key[-1], child=False) if self.robust else None
         return None if legacy is None or f"{legacy}.memmap" == name else f"{legacy}.memmap"
 
-    def _leaf_file(self, directory: str, key: Key, name: str) -> tuple[str, int]:
-        """The file of a leaf and its size in bytes (-1: missing)."""
-        size = size_of(directory + name, self.save, key)
+    def _leaf_file(self, directory: str, key: Key, name: str) -> tuple[str, int, int]:
+        """The file of a leaf, its size in bytes (-1: missing) and its inode."""
+        size, inode = size_of(directory + name, self.save, key)
         if size < 0:
             legacy = self._legacy_name(key, name)
-            legacy_size = -1 if legacy is None else size_of(directory + legacy, self.save, key)
+            legacy_size, legacy_inode = (-1, 0) if legacy is None else size_of(directory + legacy, self.save, key)
             if legacy is not None and legacy_size >= 0:
-                return directory + legacy, legacy_size
-        return directory + name, size
+                return directory + legacy, legacy_size, legacy_inode
+        return directory + name, size, inode
 
     def _unlisted_file(self, directory: str, key: Key, name: str, listing: set[str]) -> str:
         """The file of a leaf whose own name is not among those in its directory."""
@@ -269,14 +270,14 @@ class _Reader:
 
     def _nested_leaf(self, directory: str, key: Key, shape: Shape, dtype: torch.dtype) -> Leaf:
         """A strided nested tensor: its sizes are read, and the file of its values is checked against them."""
-        path, found = self._leaf_file(directory, key, self._name(directory, key))
+        path, found, inode = self._leaf_file(directory, key, self._name(directory, key))
         where = Where(self.save, key, str(Path(path).with_suffix(".shape.memmap")))
         if len(shape) != 2:
             raise where.malformed(f"The sizes of a nested leaf have two dimensions, not the shape {list(shape)}.")
         nbytes = math.prod(shape) * 8
         data = b""
         if nbytes:  # components without dimensions have sizes without elements, and no file
-            on_disk = size_of(where.file, self.save, key)
+            on_disk, _ = size_of(where.file, self.save, key)
             if on_disk < nbytes:
                 raise self._too_short(where, nbytes, on_disk)
             data = read_small(where, missing=MissingLeafError, bound=self.budget, exactly=nbytes)
@@ -290,7 +291,7 @@ class _Reader:
         values = int(np.prod(sizes, axis=1).sum()) * dtype.itemsize
         if values and found < values:
             raise self._too_short(Where(self.save, key, path), values, found)
-        extent = Extent(path, 0, values) if values else None
+        extent = Extent(path, 0, values, None, inode) if values else None
         leaf = Leaf(key, shape, dtype, extent, Extent(where.file, 0, nbytes), values)
         leaf.nested_sizes = _host_tensor(sizes)
         return leaf

@@ -52,8 +52,8 @@ def exists(path: str) -> bool:
         return False
 
 
-def size_of(file: str, save: str, key: Key) -> int:
-    """Bytes in the regular file of a leaf, or -1 where there is no such file.
+def size_of(file: str, save: str, key: Key) -> tuple[int, int]:
+    """Bytes in the regular file of a leaf, and its inode; -1 and 0 where there is no such file.
 
     Raises:
         MissingLeafError: there is something else than a regular file.
@@ -64,12 +64,12 @@ def size_of(file: str, save: str, key: Key) -> int:
     except (OSError, ValueError) as error:
         failure = Where(save, key, file).from_os(error)
         if failure is None:
-            return -1
+            return -1, 0
         raise failure from error
     if not stat.S_ISREG(status.st_mode):
         what = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
         raise Where(save, key, file).error(MissingLeafError, f"A file is expected here, but this is {what}.")
-    return status.st_size
+    return status.st_size, status.st_ino
 
 
 def read_small(

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from tensordict import MemoryMappedTensor
 
+from tdgpu.errors import LoadError
 from tdgpu.layout.tree import Leaf
 
 __all__ = ["mapped", "nested_view"]
@@ -23,25 +24,35 @@ def mapped(leaf: Leaf, mode: str | None = None) -> torch.Tensor:
             else ``"r"``.
 
     Raises:
+        LoadError: the file cannot be opened or mapped.
         PermissionError: ``mode="r+"``, and the file is not writable.
     """
     extent = leaf.extent
     assert extent is not None
+    try:
+        return _mapped(leaf, extent.file, mode)
+    except PermissionError:
+        raise
+    except (RuntimeError, OSError) as error:  # torch's own words name the file at best
+        raise LoadError(f"A leaf's file cannot be mapped: {error}", key=leaf.key, file=extent.file) from error
+
+
+def _mapped(leaf: Leaf, file: str, mode: str | None) -> torch.Tensor:
     if leaf.nested_sizes is None:
-        return MemoryMappedTensor.from_filename(extent.file, leaf.dtype, torch.Size(leaf.shape), mode=mode)
+        return MemoryMappedTensor.from_filename(file, leaf.dtype, torch.Size(leaf.shape), mode=mode)
     # tensordict computes the number of values as an int32, which wraps around: build the same object here.
-    writable = mode != "r" and os.access(extent.file, os.W_OK)
+    writable = mode != "r" and os.access(file, os.W_OK)
     if mode == "r+" and not writable:
-        raise PermissionError(f"Cannot open {extent.file} with mode='r+': the file is not writable.")
+        raise PermissionError(f"Cannot open {file} with mode='r+': the file is not writable.")
     values = torch.from_file(
-        extent.file,
+        file,
         shared=writable,
         size=leaf.nbytes // leaf.dtype.itemsize,
         dtype=leaf.dtype,
         device=torch.device("cpu"),  # whatever the default device is
     )
     tensor: Any = MemoryMappedTensor(nested_view(values, leaf.nested_sizes))
-    tensor.filename = extent.file
+    tensor.filename = file
     tensor._handler = None
     tensor._mode = mode
     tensor._index = None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, is_tensor_collection, is_tensorclass
 
-from tdgpu.errors import LockedOutError, OutMismatchError
+from tdgpu.errors import DeviceError, LockedOutError, OutMismatchError
 from tdgpu.layout.files import Where
 from tdgpu.layout.placeholders import fake_is_active
 from tdgpu.layout.tree import Kind, Leaf, Level, Save
@@ -46,7 +46,10 @@ def concrete(device: torch.device | None) -> torch.device | None:
     if fake_is_active() and not getattr(module, "is_initialized", lambda: False)():
         return torch.device(device.type, 0)
     current = getattr(module, "current_device", torch.accelerator.current_device_index)
-    return torch.device(device.type, current())
+    try:
+        return torch.device(device.type, current())
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise DeviceError(f"The device {device} cannot be used: {error}") from error
 
 
 def check_out(save: Save, device: torch.device | None, out: Any) -> None:
@@ -80,6 +83,7 @@ def _route(save: Save, level: Level, out: Any, device: torch.device | None, foun
         if out is not None:
             device = _agree(save, level, out, device)
             _check_unlocked(save, level, out)
+            _check_fits(save, level, out)
         for key, child in level.children.items():
             existing = None if out is None else out._get_str(key, default=None)
             _route(save, child, existing if is_tensor_collection(existing) else None, device, found)
@@ -131,6 +135,25 @@ def _agree(save: Save, level: Level, out: Any, device: torch.device | None) -> t
 def _check_unlocked(save: Save, level: Level, out: Any) -> None:
     if out.is_locked and (level.leaves or level.children or len(list(out.keys()))):
         raise _where(save, level).error(LockedOutError, "`out` is locked: call out.unlock_() first.")
+
+
+def _check_fits(save: Save, level: Level, out: Any) -> None:
+    """What tensordict would find out only once ``out`` is half filled."""
+    size = tuple(out.batch_size)
+    for child in level.children.values():
+        if child.batch_size is not None and tuple(child.batch_size[: len(size)]) != size:
+            raise _where(save, child).error(
+                OutMismatchError, f"A level of batch size {child.batch_size} does not fit into a batch size of {size}."
+            )
+    if isinstance(out, LazyStackedTensorDict):
+        dim, count = out.stack_dim, len(out.tensordicts)
+        for leaf in level.leaves.values():
+            if leaf.is_nested or len(leaf.shape) <= dim or leaf.shape[dim] != count:
+                raise Where(save.prefix, leaf.key, level.path).error(
+                    OutMismatchError,
+                    f"A leaf of shape {leaf.shape} cannot be spread over an `out` that stacks {count} members in"
+                    f" dimension {dim}.",
+                )
 
 
 def _members(save: Save, level: Level, out: Any) -> list[Any]:

@@ -26,15 +26,17 @@ class Extent:
         offset: first byte.
         nbytes: bytes that are stored there (compressed bytes if there is a codec).
         codec: how they are compressed, or None.
+        inode: the file's inode when it was checked; 0 if it was not.
     """
 
-    __slots__ = ("codec", "file", "nbytes", "offset")
+    __slots__ = ("codec", "file", "inode", "nbytes", "offset")
 
-    def __init__(self, file: str, offset: int, nbytes: int, codec: str | None = None) -> None:
+    def __init__(self, file: str, offset: int, nbytes: int, codec: str | None = None, inode: int = 0) -> None:
         self.file = file
         self.offset = offset
         self.nbytes = nbytes
         self.codec = codec
+        self.inode = inode
 
     def __repr__(self) -> str:
         return f"Extent({self.file!r}, {self.offset}, {self.nbytes}, {self.codec!r})"

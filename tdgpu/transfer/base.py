@@ -30,7 +30,7 @@ class Flight(abc.ABC):
         self._piece_leaf = plan.piece_leaf
         self._keys = [leaf.key for leaf in plan.leaves]
         self._files = plan.files
-        self.was_reported = False
+        self.was_raised = False  # a call has raised the failure: no other one needs to
         self.is_watched = False
 
     @abc.abstractmethod
@@ -55,10 +55,10 @@ class Flight(abc.ABC):
         """Bytes read so far."""
 
     def raise_failure(self) -> None:
-        """Raises the failure, if there is one, and marks it as reported."""
+        """Raises the failure, if there is one."""
         failure = self.failure()
         if failure is not None:
-            self.was_reported = True
+            self.was_raised = True
             raise failure
 
     def synchronize(self, tell: Callable[[int], None] | None = None) -> None:
@@ -89,7 +89,7 @@ class Flight(abc.ABC):
         )
         return LoadError(
             f"{what}. Its bytes from there on are 0xFF on the device; do not use the result.",
-            save=self.save, key=self._keys[leaf], file=self._files[leaf], wanted=report.wanted, found=report.found,
+            save=self.save, key=self._keys[leaf], file=self._files[leaf][0], wanted=report.wanted, found=report.found,
         )  # fmt: skip
 
 

@@ -82,14 +82,14 @@ def _try(device: torch.device) -> dict[str, Any]:
         engine = registry.engine_for(device)
         if isinstance(engine, DeviceEngine):
             facts["memory_operations"] = not engine.native.why_host
-            facts["pinned_bytes"] = engine.native.pinned_bytes
+            facts["pinned_bytes"] = engine.pinned_bytes
             facts["path"] = engine.road()
             facts["why"] = engine.native.why_host or "the driver's stream memory operations work and the ring is pinned"
             if facts["path"] == "host" and not engine.native.why_host:
                 facts["why"] = "TDGPU_PATH=host"
         else:
             facts["path"] = "generic"
-            facts["pinned_bytes"] = sum(len(buffer) for buffer in engine.buffers) if engine.are_pinned else 0
+            facts["pinned_bytes"] = engine.pinned_bytes
             has_table = registry.driver_path(device.type) is not None
             facts["why"] = "TDGPU_PATH=generic" if has_table else f"devices of type {device.type} have no driver table"
     except TdgpuError as error:

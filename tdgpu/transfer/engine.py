@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -32,8 +31,11 @@ class DeviceEngine:
         self._enqueuing = threading.Lock()
         self._enqueuing_thread: int | None = None
         self._kept: list[tuple[LoadPlan, DeviceFlight]] = []
-        if self.native.pinned_bytes < settings.ring_bytes:
-            warn_about_pinned(device, self.native.pinned_bytes, settings.ring_bytes)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned host memory that copies are staged in."""
+        return self.native.pinned_bytes
 
     def road(self) -> str:
         """``"gated"`` or ``"host"``, as the options and the device allow.
@@ -105,18 +107,6 @@ class DeviceEngine:
         self.watcher.stop()
 
 
-def warn_about_pinned(device: torch.device, got: int, wanted: int) -> None:
-    """One warning, in words that do not send the user to look at the device's memory."""
-    consequence = "use a smaller ring" if got else "go through pageable memory"
-    warnings.warn(
-        f"Only {got} of {wanted} bytes of pinned host memory could be had for staging copies to {device}: loads"
-        f" {consequence} and may be slower. Look at the limits on locked memory (ulimit -l, the"
-        " container's) or set TDGPU_RING_BYTES.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-
-
 class DeviceFlight(Flight):
     """A load that the native engine carries."""
 
@@ -176,7 +166,7 @@ class DeviceTransfer(Transfer):
 
     def cancel(self) -> None:
         self.flight.cancel()
-        self.flight.was_reported = True
+        self.flight.was_raised = True
         self._settled()
 
     def synchronize(self, tell: Callable[[int], None] | None = None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tdgpu.errors import UnknownKeyError
+from tdgpu.errors import InvalidArgumentType, TdgpuError, UnknownKeyError
 from tdgpu.layout.tree import Save
 from tdgpu.transfer.base import Transfer
 
@@ -103,12 +103,14 @@ class LoadFuture:
         """
         if key is None:
             return self.result()
-        wanted = (key,) if isinstance(key, str) else tuple(key)
+        wanted = (key,) if isinstance(key, str) else key
+        if not isinstance(wanted, tuple) or not all(isinstance(part, str) for part in wanted):
+            raise InvalidArgumentType(f"A key is a string or a tuple of strings, not {key!r}.")
         # Without a tree (an archive), tensordict's own loader has filled everything already.
         leaves = self._leaves if self._save is None else self._save.select(wanted)
-        if leaves is None or (self._save is None and self._result.get(wanted, None) is None):
+        if not wanted or leaves is None or (self._save is None and self._result.get(wanted, None) is None):
             save = None if self._save is None else self._save.prefix
-            raise UnknownKeyError("The save has no such leaf or subtree", save=save, key=wanted)
+            raise UnknownKeyError("The save has no such leaf or subtree.", save=save, key=wanted)
         # First the stream, then the value: a lazy stack stacks its members when it is asked.
         for transfer in self._transfers:
             transfer.flight.raise_failure()
@@ -148,5 +150,11 @@ class LoadFuture:
         )
 
     def __repr__(self) -> str:
-        at = self.progress
-        return f"LoadFuture({at.moved} of {at.nbytes} bytes, {at.path}{', done' if self.done() else ''})"
+        try:
+            at = self.progress
+        except TdgpuError as error:
+            return f"LoadFuture({error})"
+        return f"LoadFuture({at.moved} of {at.nbytes} bytes, {at.path}{'' if self._seconds is None else ', done'})"
+
+    def __reduce__(self) -> Any:
+        raise InvalidArgumentType("A load under way cannot be copied or sent to another process: take its result().")

@@ -20,7 +20,6 @@ from tdgpu.layout.tree import Leaf
 from tdgpu.options import get as get_options
 from tdgpu.transfer import native, streams
 from tdgpu.transfer.base import Flight, Transfer
-from tdgpu.transfer.engine import warn_about_pinned
 from tdgpu.transfer.plan import LoadPlan, make_plan
 from tdgpu.transfer.watcher import Watcher
 
@@ -47,8 +46,7 @@ class GenericEngine:
         self.is_closing = False
 
     def _make_buffers(self) -> tuple[list[torch.Tensor], bool]:
-        size = max(self.ring_bytes // BUFFERS, 4096)
-        wanted = size
+        wanted = size = max(self.ring_bytes // BUFFERS, 4096)
         while size >= 16 << 10 and streams.is_default_accelerator(self.device):
             try:
                 buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS)]
@@ -56,12 +54,14 @@ class GenericEngine:
                 size //= 2
                 continue
             if all(buffer.is_pinned() for buffer in buffers):
-                if size < wanted:
-                    warn_about_pinned(self.device, size * BUFFERS, wanted * BUFFERS)
                 return buffers, True
             break
-        warn_about_pinned(self.device, 0, wanted * BUFFERS)
         return [torch.empty(wanted, dtype=torch.uint8) for _ in range(BUFFERS)], False
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned host memory that copies are staged in."""
+        return sum(len(buffer) for buffer in self.buffers) if self.are_pinned else 0
 
     def _side_stream(self) -> torch.Stream | None:
         if not streams.is_default_accelerator(self.device):
@@ -186,7 +186,7 @@ class GenericTransfer(Transfer):
 
     def cancel(self) -> None:
         self.flight.cancel()
-        self.flight.was_reported = True
+        self.flight.was_raised = True
 
 
 def _settle(flight: GenericFlight, stream: torch.Stream, values: list[torch.Tensor], watcher: Watcher) -> None:
@@ -194,7 +194,7 @@ def _settle(flight: GenericFlight, stream: torch.Stream, values: list[torch.Tens
 
     Work that is still under way does it at its end.
     """
-    if not flight.was_reported:
+    if not flight.was_raised:
         watcher.watch(flight)
     if flight.enqueued.is_set() and flight.end is not None and not flight.end.query():
         try:

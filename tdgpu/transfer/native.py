@@ -17,11 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tdgpu.errors import CaptureError, DeviceError, InvalidArgument, NativeCoreError, TransferError
+from tdgpu.errors import CaptureError, DeviceError, ForkError, InvalidArgument, NativeCoreError, TransferError
 from tdgpu.options import get as get_options
 
 LIBRARY = "_core/libtdgpu_core.so"
 PACKAGE = Path(__file__).resolve().parents[1]
+
+# Paths, and the inodes that they had when they were checked (0: any).
+Files = list[tuple[str, int]]
 
 # What one call of a wait may take. Ctrl-C is answered this late.
 SLICE_MS = 50
@@ -145,9 +148,9 @@ def core() -> ctypes.CDLL:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise NativeCoreError(
-            f"tdgpu's native core cannot be loaded ({error}). Run: pip install .", file=path
-        ) from None
+        chosen = get_options().native_core is not None
+        remedy = "TDGPU_NATIVE_CORE names this library: unset it" if chosen else "Run: pip install ."
+        raise NativeCoreError(f"tdgpu's native core cannot be loaded ({error}). {remedy}", file=path) from None
     sources = PACKAGE.parent / "csrc"
     if (
         sources.is_dir()
@@ -197,9 +200,13 @@ def _report(load: int) -> Report:
     )  # fmt: skip
 
 
-def _plan_arguments(files: list[str], pieces: np.ndarray, chunks: np.ndarray) -> tuple[object, ...]:
+class _CheckedFile(ctypes.Structure):
+    _fields_ = (("path", c_char_p), ("inode", c_uint64))
+
+
+def _plan_arguments(files: Files, pieces: np.ndarray, chunks: np.ndarray) -> tuple[object, ...]:
     assert pieces.dtype == PIECE and chunks.dtype == CHUNK
-    names = (c_char_p * len(files))(*map(os.fsencode, files))
+    names = (_CheckedFile * len(files))(*[_CheckedFile(os.fsencode(path), inode) for path, inode in files])
     return (names, len(files), pieces.ctypes.data, len(pieces), chunks.ctypes.data, len(chunks))
 
 
@@ -285,27 +292,36 @@ class Transfer:
         """Whether there is something to take back; true at once when the core has begun, whatever comes in between."""
         return self._handle.value is not None
 
-    def begin(self, files: list[str], pieces: np.ndarray, chunks: np.ndarray, events: int, stream: int) -> None:
+    def begin(self, files: Files, pieces: np.ndarray, chunks: np.ndarray, events: int, stream: int) -> None:
         """Orders the copy stream behind `stream` (a driver's handle) and starts the readers."""
         arguments = _plan_arguments(files, pieces, chunks)
         cause = core().tdgpu_transfer_begin(self._engine.handle, *arguments, events, stream, byref(self._handle))
         _check(cause, "The load cannot begin")
 
     @property
+    def _live(self) -> c_void_p:
+        """The core's object; in a forked child it is not to be touched."""
+        if os.getpid() != self.process:
+            raise ForkError(
+                "This load was started by the process from which this one was forked: only there it goes on."
+            )
+        return self._handle
+
+    @property
     def _load(self) -> int:
-        return int(core().tdgpu_transfer_load(self._handle))
+        return int(core().tdgpu_transfer_load(self._live))
 
     def pump(self) -> bool:
         """Enqueues for up to SLICE_MS; True when everything is enqueued."""
         done = c_int()
-        _check(core().tdgpu_transfer_pump(self._engine.handle, self._handle, SLICE_MS, byref(done)), "The load failed")
+        _check(core().tdgpu_transfer_pump(self._engine.handle, self._live, SLICE_MS, byref(done)), "The load failed")
         return bool(done.value)
 
     def abort(self) -> bool:
         """Takes the load back, for up to SLICE_MS; True when no copy of it is under way."""
         done = c_int()
         _check(
-            core().tdgpu_transfer_abort(self._engine.handle, self._handle, SLICE_MS, byref(done)),
+            core().tdgpu_transfer_abort(self._engine.handle, self._live, SLICE_MS, byref(done)),
             "The load cannot be taken back",
         )
         return bool(done.value)
@@ -313,7 +329,7 @@ class Transfer:
     def order(self, event: int, stream: int) -> None:
         """Makes `stream` (a driver's handle) wait for the event."""
         _check(
-            core().tdgpu_transfer_order(self._engine.handle, self._handle, event, stream),
+            core().tdgpu_transfer_order(self._engine.handle, self._live, event, stream),
             "The stream cannot wait for the load",
         )
 
@@ -321,7 +337,7 @@ class Transfer:
         """Whether the event has passed, waiting on the host for up to `milliseconds`."""
         passed = c_int()
         _check(
-            core().tdgpu_transfer_wait(self._engine.handle, self._handle, event, milliseconds, byref(passed)),
+            core().tdgpu_transfer_wait(self._engine.handle, self._live, event, milliseconds, byref(passed)),
             "Waiting for the load failed",
         )
         return bool(passed.value)
@@ -347,7 +363,7 @@ class Readers:
         _check(core().tdgpu_readers_create(threads, byref(handle)), "No reader threads")
         self._handle: c_void_p | None = handle
 
-    def post(self, files: list[str], pieces: np.ndarray, chunks: np.ndarray) -> Read:
+    def post(self, files: Files, pieces: np.ndarray, chunks: np.ndarray) -> Read:
         """Starts reading. The destinations in `chunks` are host addresses, valid until the read is over."""
         handle = c_void_p()
         _check(

@@ -21,7 +21,7 @@ from tdgpu.errors import DeviceError
 from tdgpu.layout import collector
 from tdgpu.layout.mapped import nested_view
 from tdgpu.layout.tree import Leaf
-from tdgpu.transfer.native import CHUNK, PIECE
+from tdgpu.transfer.native import CHUNK, PIECE, Files
 
 MiB = 1 << 20
 
@@ -38,7 +38,7 @@ class LoadPlan:
     """Everything that one transfer needs, destinations allocated.
 
     Attributes:
-        files: paths.
+        files: paths and inodes.
         pieces, chunks: arrays of the native core's structures; ``chunks["destination"]`` holds device addresses.
         targets: per chunk, the storage and the byte offset in it that the copy writes to.
         leaves: the leaves, in the order of their pieces.
@@ -49,7 +49,7 @@ class LoadPlan:
         nbytes: bytes to read.
     """
 
-    files: list[str]
+    files: Files
     pieces: np.ndarray
     chunks: np.ndarray
     targets: list[tuple[torch.UntypedStorage, int]]
@@ -118,7 +118,7 @@ class _Builder:
         self.device = device
         self.chunk_bytes = chunk_bytes
         self.direct = direct
-        self.files: list[str] = []
+        self.files: Files = []
         self.leaves: list[Leaf] = []
         self.values: list[torch.Tensor] = []
         self.last_chunk: list[int] = []
@@ -211,7 +211,8 @@ class _Builder:
     def _file(self, leaf: Leaf) -> int:
         assert leaf.extent is not None
         # Absolute, since the readers may come to it after the program has changed its directory.
-        self.files.append(os.path.abspath(leaf.extent.file) if leaf.extent.file[:1] != "/" else leaf.extent.file)
+        file = leaf.extent.file
+        self.files.append((file if file[:1] == "/" else os.path.abspath(file), leaf.extent.inode))
         return len(self.files) - 1
 
     def _placed(self, leaf: Leaf, values: torch.Tensor) -> None:

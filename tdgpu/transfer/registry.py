@@ -93,8 +93,23 @@ def engine_for(device: torch.device) -> DeviceEngine | GenericEngine:
             if engine is None:
                 engine = GenericEngine(device) if table is None else DeviceEngine(table, device)
                 _registry.engines[key] = engine
+        # Only now: a warning may be an error, and the engine must not be made again then.
+        _warn_about_pinned(engine)
     _warn_of_late_settings(engine)
     return engine
+
+
+def _warn_about_pinned(engine: DeviceEngine | GenericEngine) -> None:
+    """One warning, in words that do not send the user to look at the device's memory."""
+    got, wanted = engine.pinned_bytes, engine.settings.ring_bytes
+    if got < wanted - wanted % 4096:
+        warnings.warn(
+            f"Only {got} of {wanted} bytes of pinned host memory could be had for staging copies to {engine.device}:"
+            f" loads {'use a smaller ring' if got else 'go through pageable memory'} and may be slower. Look at the"
+            " limits on locked memory (ulimit -l, the container's) or set TDGPU_RING_BYTES.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _warn_of_late_settings(engine: DeviceEngine | GenericEngine) -> None:

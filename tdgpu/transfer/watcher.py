@@ -7,6 +7,7 @@ call on the device or for ``tdgpu.synchronize()``.
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
 import time
@@ -22,38 +23,40 @@ LAST_COPIES_SECONDS = 0.002
 
 
 class Watcher:
-    """Looks after one device's flights. Its thread starts with the first flight that is left to it."""
+    """Looks after one device's flights.
+
+    Futures are dropped when the garbage collector likes, in any thread, also while a lock is held: what they call then
+    (``watch``) takes no lock.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.Lock()
         self._flights: weakref.WeakSet[Flight] = weakref.WeakSet()
         self._left: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
-        self._pending: list[Exception] = []
+        self._failed: collections.deque[Flight] = collections.deque()
         self._thread: threading.Thread | None = None
 
     def add(self, flight: Flight) -> None:
-        """Notes a flight, for ``synchronize``."""
+        """Notes a flight, for ``synchronize``, and starts the thread if it is the first."""
         with self._lock:
             self._flights.add(flight)
-
-    def watch(self, flight: Flight) -> None:
-        """Takes over a flight that nobody waits for: reports what fails, and keeps it until it is over."""
-        with self._lock:
-            if flight.is_watched:
-                return
-            flight.is_watched = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"tdgpu-watch-{self._device}", daemon=True)
                 self._thread.start()
-        self._left.put(flight)
+
+    def watch(self, flight: Flight) -> None:
+        """Takes over a flight that nobody waits for: reports what fails, and keeps it until it is over."""
+        if not flight.is_watched:
+            flight.is_watched = True
+            self._left.put(flight)
 
     def raise_pending(self) -> None:
         """Raises the oldest failure that no call has raised yet."""
-        with self._lock:
-            failure = self._pending.pop(0) if self._pending else None
-        if failure is not None:
-            raise failure
+        while self._failed:
+            flight = self._failed.popleft()
+            if not flight.was_raised:
+                flight.raise_failure()
 
     def synchronize(self) -> None:
         """Waits on the host for every flight, and raises the first failure that no call has raised yet."""
@@ -62,9 +65,10 @@ class Watcher:
         for flight in flights:
             while not flight.wait():
                 pass
-        for flight in flights:
-            self._note(flight)
         self.raise_pending()
+        for flight in flights:
+            if not flight.was_raised:
+                flight.raise_failure()
 
     def stop(self) -> None:
         """Ends the thread, once the flights left to it are read or cancelled."""
@@ -72,34 +76,39 @@ class Watcher:
             self._left.put(None)
             self._thread.join(timeout=1)
 
-    def _note(self, flight: Flight) -> Exception | None:
-        with self._lock:
-            failure = None if flight.was_reported else flight.failure()
-            if failure is not None:
-                flight.was_reported = True
-                self._pending.append(failure)
-        return failure
-
     def _run(self) -> None:
         while (flight := self._left.get()) is not None:
-            try:
-                self._see_through(flight)
-            except TdgpuError as error:  # the driver refuses even to say how far it is
-                with self._lock:
-                    self._pending.append(error)
-                _tell(error)
-            del flight  # not kept while waiting for the next one
-
-    def _see_through(self, flight: Flight) -> None:
-        is_read = is_over = False
-        while not is_over:
-            is_read = is_read or flight.wait_filled()
-            is_over = is_read and flight.wait(0)
-            failure = self._note(flight)
-            if failure is not None:
+            failure = None
+            while failure is None and not _is_over(flight):
+                failure = _failure(flight)
+            failure = failure or _failure(flight)
+            if failure is not None and not flight.was_raised:
+                self._failed.append(flight)
                 _tell(failure)
-            if is_read and not is_over:
-                time.sleep(LAST_COPIES_SECONDS)
+            while not _is_over(flight):
+                pass  # kept, for synchronize, until nothing of it is under way
+            del flight, failure
+
+
+def _is_over(flight: Flight) -> bool:
+    """Whether nothing is under way, waiting for a moment."""
+    try:
+        if not flight.wait_filled():
+            return False
+        if not flight.wait(0):
+            time.sleep(LAST_COPIES_SECONDS)
+            return False
+    except TdgpuError:  # the device refuses even to say how far it is
+        return True
+    return True
+
+
+def _failure(flight: Flight) -> Exception | None:
+    try:
+        flight.wait(0)
+        return flight.failure()
+    except TdgpuError as error:
+        return error
 
 
 def _tell(failure: Exception) -> None:
