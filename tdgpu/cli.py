@@ -1,14 +1,14 @@
 """The command line: ``python -m tdgpu``, or ``tdgpu`` where pip put the script on the path.
 
-Exit codes: 0 done; 1 a :class:`~tdgpu.errors.TdgpuError`, its message on stderr; 2 wrong usage. With ``--json`` a
-command prints one JSON object on stdout and nothing else there.
+Exit codes: 0 done; 1 a :class:`~tdgpu.errors.TdgpuError` or a file that the system refused, the message on stderr, or
+``doctor`` with settings that cannot be read, the message in its report; 2 wrong usage. With ``--json`` a command prints
+one JSON object on stdout and nothing else there.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +28,13 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
+def _stdout() -> Console:
+    # rich fits its tables to 80 columns where there is no terminal, and a path that is broken over lines cannot be
+    # searched for: there a table is as wide as its content.
+    console = Console()
+    return console if console.is_terminal else Console(width=1 << 16)
+
+
 def _print_json(report: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
 
@@ -44,7 +51,11 @@ def demo(
         str | None, typer.Option(help="Where to load and train, such as cuda:0. Default: the best there is.")
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Keep the save in this new or empty directory. Default: a temporary one.")
+        # A str: Path("") is the working directory, which nobody who writes --save '' means.
+        str | None,
+        typer.Option(
+            metavar="DIRECTORY", help="Keep the save in this new or empty directory. Default: a temporary one."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -55,7 +66,7 @@ def demo(
     if as_json:
         _print_json(report)
     else:
-        render(report, Console())
+        render(report, _stdout())
 
 
 @app.command()
@@ -72,7 +83,9 @@ def doctor(
     if as_json:
         _print_json(report)
     else:
-        render(report, Console())
+        render(report, _stdout())
+    if "error" in report["options"]:
+        raise typer.Exit(1)
 
 
 def main() -> None:
@@ -81,4 +94,9 @@ def main() -> None:
         app()
     except TdgpuError as error:
         sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is None:  # not about a file that the user named: a traceback tells more
+            raise
+        sys.stderr.write(f"error: {error.strerror}: {error.filename}\n")
         sys.exit(1)

@@ -22,7 +22,7 @@ from rich.text import Text
 from tensordict import TensorDict
 from torch import nn
 
-from tdgpu.errors import InvalidArgument, TdgpuError
+from tdgpu.errors import DeviceError, InvalidArgument, TdgpuError
 from tdgpu.load import load_memmap
 
 __all__ = ["render", "run"]
@@ -41,7 +41,7 @@ PATHS = {
 }
 
 
-def run(device: str | None = None, save: Path | None = None, *, console: Console | None = None) -> dict[str, Any]:
+def run(device: str | None = None, save: str | Path | None = None, *, console: Console | None = None) -> dict[str, Any]:
     """Runs the demo.
 
     Args:
@@ -55,12 +55,17 @@ def run(device: str | None = None, save: Path | None = None, *, console: Console
         both None where nothing was moved), ``epochs``, ``train_seconds``, ``accuracy`` (of the test images), ``save``.
 
     Raises:
-        InvalidArgument: no such device, or ``save`` holds something already.
+        InvalidArgument: no such device, the device ``"meta"``, or ``save`` is empty or holds something already.
+        DeviceError: no tensor can be made on the device.
+        OSError: the system refused to make or write ``save``.
         TdgpuError: no scikit-learn, wrong bytes, or under 95% of the test images right.
     """
     target = _device(device)
+    if save == "":
+        raise InvalidArgument("--save needs the name of a new or an empty directory, got ''.")
     data = _digits()
     if save is not None:
+        save = Path(save)
         if save.exists() and not (save.is_dir() and not any(save.iterdir())):
             raise InvalidArgument("--save needs a new or an empty directory.", save=save)
         return _run(data, target, save, save, console)
@@ -133,11 +138,20 @@ def render(report: dict[str, Any], console: Console) -> None:
 def _device(name: str | None) -> torch.device:
     if name is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return accelerator or torch.device("cpu")
+        device = accelerator or torch.device("cpu")
+    else:
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise InvalidArgument(f"--device {name!r} is no device that torch knows: {error}") from None
+    if device.type == "meta":
+        raise InvalidArgument("--device 'meta' holds no data, and the demo trains on data.")
     try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise InvalidArgument(f"--device {name!r} is no device that torch knows: {error}") from None
+        torch.empty(1, device=device)
+    except Exception as error:  # AssertionError, RuntimeError or ImportError, as the device's type has it
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DeviceError(f"The device {str(device)!r} cannot be used here: {reason}") from error
+    return device
 
 
 def _digits() -> TensorDict:

@@ -27,6 +27,8 @@ from tdgpu.options import Options, get
 
 __all__ = ["examine", "render"]
 
+PURPOSES = {"codecs": "used for archives; optional", "cupy": "used for device arrays; optional"}
+
 
 def examine(device: str | None = None) -> dict[str, Any]:
     """Looks at this machine.
@@ -36,9 +38,11 @@ def examine(device: str | None = None) -> dict[str, Any]:
             anywhere, and the devices are only listed.
 
     Returns:
-        One entry per section: ``versions``, ``core`` (the native core), ``driver`` (CUDA's library), ``devices``,
-        ``pinned`` (limits on pinned host memory, in bytes, None where there is none), ``codecs`` (for archives),
-        ``cupy``, and ``options``. A section that could not be made is ``{"error": why}``.
+        One entry per section: ``versions``, ``core`` (the native core), ``driver`` (CUDA's library), ``devices`` (the
+        CPU, the accelerators, and the device to probe even if torch has none such), ``pinned`` (limits on pinned host
+        memory, in bytes, None where there is none), ``codecs`` (for archives), ``cupy``, and ``options``. A section
+        that could not be made is ``{"error": why}``; where settings cannot be read, that is ``options``, and the
+        sections that depend on them point there.
 
     Raises:
         InvalidArgument: torch knows no device of that name.
@@ -47,28 +51,43 @@ def examine(device: str | None = None) -> dict[str, Any]:
     ['codecs', 'core', 'cupy', 'devices', 'driver', 'options', 'pinned', 'versions']
     """
     target = None if device is None else _device(device)
-    native = _guarded(lambda: _native(target))
-    failed = {"error": native["error"]} if "error" in native else None
+    # Read once: a setting that is wrong fails every part that reads them, with the same error.
+    now: Options | None = None
+    try:
+        now = get()
+        options: Any = _options(now)
+    except InvalidArgument as error:
+        options = {"error": str(error)}
+    hint: str | None = None
+    native: dict[str, Any] = {"error": "not looked at: see options"}
+    if now is not None:
+        native = _guarded(lambda: _native(target))
+    if "error" in native:
+        hint = native["error"] if now is None else "not looked at: see core"
+        native = {"core": native, "driver": {"error": hint}}
     return {
         "versions": _guarded(_versions),
-        "core": failed or native.get("core"),
-        "driver": failed or native.get("driver"),
-        "devices": failed or native.get("devices"),
-        "pinned": _guarded(_pinned),
+        "core": native.get("core"),
+        "driver": native.get("driver"),
+        "devices": _devices(native.get("devices", []), target, hint),
+        "pinned": _guarded(lambda: _pinned(now)),
         "codecs": _guarded(_codecs),
         "cupy": _guarded(_cupy),
-        "options": _guarded(_options),
+        "options": options,
     }
 
 
 def render(report: dict[str, Any], console: Console) -> None:
     """Prints the report of :func:`examine`, a table per section."""
     for section, content in report.items():
-        table = Table(title=section, title_justify="left", title_style="bold", show_header=False)
+        title = f"{section}: {PURPOSES[section]}" if section in PURPOSES else section
+        table = Table(show_header=False)
         for row in _rows(content):
             # As plain text (brackets in a message are no markup), and in full: a shortened path helps nobody.
             table.add_row(*(Text(cell, overflow="fold") for cell in row))
-        console.print(table if table.rows else f"{section}: none")
+        console.print(Text(title if table.rows else f"{title}: none", style="bold"))
+        if table.rows:
+            console.print(table)
 
 
 def _rows(content: Any) -> list[list[str]]:
@@ -121,17 +140,50 @@ def _device(name: str) -> Any:
 def _native(device: Any) -> dict[str, Any]:
     from tdgpu.transfer import diagnose
 
-    return diagnose(device)
+    # What torch has no device for cannot be tried.
+    return diagnose(device if device is not None and _has(device) else None)
 
 
-def _pinned() -> dict[str, int | None]:
+def _has(device: Any) -> bool:
+    """Whether torch has that accelerator here."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return False
+    return (device.index or 0) < torch.accelerator.device_count()
+
+
+def _devices(found: list[dict[str, Any]], target: Any, hint: str | None) -> list[dict[str, Any]]:
+    """The CPU, what was found, and a row for the target if it is neither; `hint` says why nothing was looked at."""
+    cpu = _row("cpu", "mapped", "files are mapped, and read when they are used")
+    if target is None or target.type == "cpu":
+        return [cpu, *found]
+    if hint is None:
+        if _has(target):
+            return [cpu, *found]
+        if target.type == "meta":
+            hint = "no device: a load makes the structure, and reads no leaf"
+        else:
+            hint = f"torch has no device {str(target)!r} here"
+    # The driver may count a device that this build of torch cannot use.
+    others = [row for row in found if row["device"] != str(target)]
+    return [cpu, *others, _row(str(target), None, hint)]
+
+
+def _row(device: str, path: str | None, why: str) -> dict[str, Any]:
+    # With the fields of the rows that diagnose() makes.
+    return {"device": device, "name": None, "memory_operations": None, "pinned_bytes": None, "path": path, "why": why}
+
+
+def _pinned(now: Options | None) -> dict[str, Any]:
     limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
     return {
         "memlock_soft": soft,
         "memlock_hard": hard,
         "cgroup_memory": _cgroup_limit(),
-        "ring_bytes": get().ring_bytes,
+        "ring_bytes": "not known: see options" if now is None else now.ring_bytes,
     }
 
 
@@ -194,8 +246,7 @@ def _cupy() -> dict[str, str | None]:
     return {package: _version(package) for package in ("cupy-cuda12x", "cupy-cuda13x", "cupy")}
 
 
-def _options() -> list[dict[str, Any]]:
-    now = get()
+def _options(now: Options) -> list[dict[str, Any]]:
     return [
         {
             "name": option.name,

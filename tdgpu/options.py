@@ -22,19 +22,30 @@ from tdgpu.errors import InvalidArgument
 __all__ = ["Options", "get", "options"]
 
 MiB = 1 << 20
+TiB = 1 << 40
 
 
 def _size(text: str) -> int:
-    """Bytes, from ``"16777216"``, ``"16M"``, ``"16MiB"`` or ``"1g"``."""
-    units = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+    """Bytes, from ``"16777216"``, ``"16M"``, ``"16MiB"``, ``"1g"`` or ``"1T"``."""
+    units = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
     number = text.strip().lower().removesuffix("b").removesuffix("i")
-    unit = number[-1:] if number[-1:] in ("k", "m", "g") else ""
-    return int(float(number.removesuffix(unit)) * units[unit])
+    unit = number[-1:] if number[-1:] in units else ""
+    number = number.removesuffix(unit).strip()
+    # A whole number stays exact: a float would round it.
+    return int((int(number) if number.isdecimal() else float(number)) * units[unit])
 
 
 def _flag(text: str) -> bool:
     known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     return known[text.strip().lower()]
+
+
+# What each parser reads, for the error about a value that it cannot read.
+READABLE: dict[Callable[[str], Any], str] = {
+    _size: "a size in bytes, such as 16777216 or 16M",
+    _flag: "1 or 0",
+    int: "a whole number",
+}
 
 
 def _default_threads() -> int:
@@ -62,13 +73,13 @@ class Options:
     ring_bytes: int = _option(
         16 * MiB, "TDGPU_RING_BYTES", _size,
         "Pinned staging memory per device, in bytes. Read when a device is first used.",
-        minimum=64 << 10,
+        minimum=64 << 10, maximum=TiB,
     )  # fmt: skip
     chunk_bytes: int = _option(
         MiB, "TDGPU_CHUNK_BYTES", _size,
         "Bytes of one copy. Large loads use larger chunks, up to a quarter of the ring, so that the stream's queue is"
         " not filled.",
-        minimum=4 << 10,
+        minimum=4 << 10, maximum=TiB,
     )  # fmt: skip
     threads: int = _option(
         _default_threads, "TDGPU_THREADS", int,
@@ -112,11 +123,13 @@ def _from_environment() -> Options:
         text = os.environ.get(env)
         if text is None or text == "":
             continue
+        parse = option.metadata["parse"]
         try:
-            value = option.metadata["parse"](text)
+            value = parse(text)
         except (ValueError, KeyError, OverflowError):
             raise InvalidArgument(
-                f"The environment variable {env} has the value {text!r}, which cannot be read."
+                f"The environment variable {env} has the value {text!r}, which cannot be read: it takes"
+                f" {READABLE[parse]}."
             ) from None
         given[option.name] = _checked(option, value, env)
     return Options(**given)

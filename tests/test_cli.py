@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import tdgpu.transfer
 from tdgpu import cli, demo, doctor
@@ -63,6 +65,43 @@ def test_an_unknown_device_is_an_error_without_a_traceback(call, command):
     assert "Traceback" not in err
 
 
+def test_the_demo_says_plainly_that_a_device_cannot_be_used(call, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("Torch not compiled with CUDA enabled\nand a second line")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert call("demo", "--device", "cuda") == (
+        1,
+        "",
+        "error: The device 'cuda' cannot be used here: Torch not compiled with CUDA enabled\n",
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--device", "meta"], ["--device", "cpu", "--save", ""]])
+def test_the_demo_refuses_what_it_cannot_work_with(call, arguments):
+    code, out, err = call("demo", *arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: {arguments[-2]} ")
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_without_a_traceback(call, tmp_path):
+    (tmp_path / "file").write_text("")
+    save = str(tmp_path / "file" / "save")
+    code, out, err = call("demo", "--device", "cpu", "--save", save)
+    assert (code, out) == (1, "")
+    assert err == f"error: Not a directory: {save}\n"
+
+
+def test_an_error_of_the_system_that_names_no_file_keeps_its_traceback(monkeypatch):
+    def fail(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(demo, "run", fail)
+    monkeypatch.setattr(sys, "argv", ["tdgpu", "demo"])
+    with pytest.raises(OSError, match="Input/output error"):
+        cli.main()
+
+
 def test_an_error_prints_its_facts_on_stderr(call, monkeypatch):
     def fail(*_, **__):
         raise DeviceError("the driver refused", file="/data/x.memmap", wanted=4, found=2)
@@ -114,13 +153,21 @@ def test_doctor_prints_tables(call):
         assert section in out
 
 
-def test_doctor_survives_a_bad_setting(call, monkeypatch):
+def test_doctor_says_once_that_a_setting_is_bad_and_shows_the_rest(call, monkeypatch):
     monkeypatch.setenv("TDGPU_THREADS", "many")
-    code, out, _ = call("doctor", "--json")
-    assert code == 0
+    code, out, err = call("doctor", "--json")
+    assert (code, err) == (1, "")
+    assert out.count("many") == 1
     report = json.loads(out)
     assert "TDGPU_THREADS" in report["options"]["error"]
+    assert report["core"] == report["driver"] == {"error": "not looked at: see options"}
     assert report["versions"]["torch"]
+    assert report["pinned"]["memlock_soft"] == doctor._pinned(None)["memlock_soft"]
+    assert [row["device"] for row in report["devices"]] == ["cpu"]
+
+    code, out, err = call("doctor", "--device", "cuda")
+    assert (code, err, out.count("many")) == (1, "", 1)
+    assert re.search(r"cuda .* not looked at: see options", out)
 
 
 def test_doctor_survives_a_missing_core(tmp_path):
@@ -135,7 +182,9 @@ def test_doctor_survives_whatever_the_native_part_raises(monkeypatch):
 
     monkeypatch.setattr(tdgpu.transfer, "diagnose", fail)
     report = doctor.examine()
-    assert report["core"] == report["devices"] == {"error": "ZeroDivisionError: in the driver"}
+    assert report["core"] == {"error": "ZeroDivisionError: in the driver"}
+    assert report["driver"] == {"error": "not looked at: see core"}
+    assert [row["device"] for row in report["devices"]] == ["cpu"]
     assert report["codecs"]["zlib (standard library)"]
 
 
@@ -147,11 +196,51 @@ def test_doctor_probes_only_the_device_it_is_asked_about(monkeypatch):
         return {}
 
     monkeypatch.setattr(tdgpu.transfer, "diagnose", diagnose)
-    doctor.examine()
-    doctor.examine("cpu")
-    assert [str(device) for device in asked] == ["None", "cpu"]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for device in (None, "cpu", "cuda", "cuda:1", "cuda:2", "xpu", "meta"):
+        doctor.examine(device)
+    assert [str(device) for device in asked] == ["None", "None", "cuda", "cuda:1", "None", "None", "None"]
     with pytest.raises(InvalidArgument, match="gpu:zero"):
         doctor.examine("gpu:zero")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--device", "cpu"]])
+def test_doctor_always_has_a_row_for_the_cpu(call, arguments):
+    code, out, _ = call("doctor", "--json", *arguments)
+    assert code == 0
+    (row,) = (row for row in json.loads(out)["devices"] if row["device"] == "cpu")
+    assert (row["path"], row["why"]) == ("mapped", "files are mapped, and read when they are used")
+    assert re.search(r"cpu .* mapped .* files are mapped, and read when they are used", call("doctor", *arguments)[1])
+
+
+def test_doctor_says_that_torch_has_no_such_device(monkeypatch):
+    # The driver counts a device, and this build of torch is without CUDA.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    listed = doctor._row("cuda:0", None, "not tried")
+    monkeypatch.setattr(tdgpu.transfer, "diagnose", lambda _: {"core": {}, "driver": {}, "devices": [dict(listed)]})
+    for device, others in (("cuda:0", []), ("xpu", ["cuda:0"]), ("meta", ["cuda:0"])):
+        rows = doctor.examine(device)["devices"]
+        assert [row["device"] for row in rows] == ["cpu", *others, device]
+        assert all(row.keys() == listed.keys() for row in rows)
+        assert ("structure" if device == "meta" else f"torch has no device '{device}' here") in rows[-1]["why"]
+
+
+def test_doctor_says_what_the_optional_packages_are_for(call):
+    _, out, _ = call("doctor")
+    assert "codecs: used for archives; optional\n" in out
+    assert "cupy: used for device arrays; optional\n" in out
+
+
+def test_a_long_path_is_in_one_piece_where_there_is_no_terminal(call, monkeypatch, tmp_path):
+    library = str(tmp_path / ("long-" * 30) / ("[x] longer-" * 15) / "libcuda.so")
+    monkeypatch.setenv("TDGPU_CUDA_DRIVER", library)
+    code, out, _ = call("doctor")
+    assert code == 0
+    assert [line for line in out.splitlines() if "TDGPU_CUDA_DRIVER" in line and library in line]
+    save = str(tmp_path / ("long-" * 30) / "save")
+    _, out, _ = call("demo", "--device", "cpu", "--save", save)
+    assert save in out
 
 
 def test_a_message_with_brackets_is_shown_as_it_is(capsys):

@@ -13,7 +13,7 @@ from rich.console import Console
 from tensordict import TensorDict
 
 from tdgpu import demo
-from tdgpu.errors import InvalidArgument, TdgpuError
+from tdgpu.errors import DeviceError, InvalidArgument, TdgpuError
 
 BYTES = 1797 * (64 + 8)
 
@@ -75,6 +75,25 @@ def test_nothing_is_written_over(tmp_path, kind):
     with pytest.raises(InvalidArgument, match="new or an empty directory"):
         demo.run("cpu", target)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("mine", "mine")]
+
+
+def test_a_device_that_cannot_be_used_is_named():
+    # Types that torch has a name for, without a build that has both.
+    absent = "xpu" if torch.version.xpu is None else "hpu"
+    with pytest.raises(DeviceError, match=f"'{absent}' cannot be used here: .+"):
+        demo.run(absent)
+
+
+def test_meta_is_refused():
+    with pytest.raises(InvalidArgument, match="'meta'"):
+        demo.run("meta")
+
+
+def test_a_save_without_a_name_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # empty: Path("") would be taken
+    with pytest.raises(InvalidArgument, match="--save"):
+        demo.run("cpu", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch):

@@ -85,11 +85,25 @@ def test_another_thread_does_not_see_the_block():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("65536", 65536), ("64k", 65536), ("64KiB", 65536), ("16M", 16 << 20), ("1.5 MiB", 3 << 19), ("1g", 1 << 30)],
+    [
+        ("65536", 65536),
+        ("64k", 65536),
+        ("64KiB", 65536),
+        ("16M", 16 << 20),
+        ("1.5 MiB", 3 << 19),
+        ("1g", 1 << 30),
+        ("1T", 1 << 40),
+    ],
 )
 def test_sizes_have_units(monkeypatch, text, size):
     monkeypatch.setenv("TDGPU_RING_BYTES", text)
     assert get().ring_bytes == size
+
+
+def test_the_error_about_a_size_shows_it_as_it_was_given(monkeypatch):
+    monkeypatch.setenv("TDGPU_CHUNK_BYTES", "99999999999999999999")
+    with pytest.raises(InvalidArgument, match=r"TDGPU_CHUNK_BYTES has a maximum of 1099511627776, got 9{20}"):
+        get()
 
 
 @pytest.mark.parametrize(("text", "flag"), [("1", True), ("Yes", True), ("on", True), ("0", False), ("FALSE", False)])
@@ -112,7 +126,10 @@ def test_an_empty_variable_counts_as_unset(monkeypatch):
         ("TDGPU_RING_BYTES", "inf"),
         ("TDGPU_RING_BYTES", "M"),
         ("TDGPU_RING_BYTES", "1k"),
+        ("TDGPU_RING_BYTES", "99999999999999999999"),
+        ("TDGPU_RING_BYTES", "1025g"),
         ("TDGPU_CHUNK_BYTES", "-1"),
+        ("TDGPU_CHUNK_BYTES", "99999999999999999999"),
         ("TDGPU_THREADS", "0"),
         ("TDGPU_THREADS", "257"),
         ("TDGPU_THREADS", "2.5"),
@@ -127,7 +144,30 @@ def test_a_bad_value_names_its_variable(monkeypatch, variable, text):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"path": "fast"}, {"ring_bytes": 1}, {"threads": 0}, {"threads": 1000}, {"max_metadata_bytes": 0}]
+    ("variable", "takes"),
+    [
+        ("TDGPU_RING_BYTES", "a size in bytes, such as 16777216 or 16M"),
+        ("TDGPU_DIRECT_IO", "1 or 0"),
+        ("TDGPU_THREADS", "a whole number"),
+    ],
+)
+def test_the_error_about_an_unreadable_value_says_what_can_be_read(monkeypatch, variable, takes):
+    monkeypatch.setenv(variable, "x")
+    with pytest.raises(InvalidArgument, match=f"{variable} has the value 'x'.*: it takes {takes}"):
+        get()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"path": "fast"},
+        {"ring_bytes": 1},
+        {"ring_bytes": (1 << 40) + 1},
+        {"chunk_bytes": (1 << 40) + 1},
+        {"threads": 0},
+        {"threads": 1000},
+        {"max_metadata_bytes": 0},
+    ],
 )
 def test_a_bad_value_in_the_block_names_its_option(wrong):
     (name,) = wrong
