@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from tdgpu.errors import InvalidArgument
+from tdgpu.errors import InvalidArgument, InvalidArgumentType
 
 __all__ = ["Options", "get", "options"]
 
@@ -111,6 +111,8 @@ def _checked(option: Any, value: Any, source: str) -> Any:
     if "choices" in checks and value not in checks["choices"]:
         raise InvalidArgument(f"{source} must be one of {', '.join(checks['choices'])}, got {value!r}.")
     for name, wrong in (("minimum", lambda bound: value < bound), ("maximum", lambda bound: value > bound)):
+        if name in checks and not isinstance(value, int):
+            raise InvalidArgumentType(f"{source} is a whole number, not {value!r}.")
         if name in checks and wrong(checks[name]):
             raise InvalidArgument(f"{source} has a {name} of {checks[name]}, got {value}.")
     return value

@@ -179,3 +179,9 @@ def test_a_bad_value_in_the_block_names_its_option(wrong):
 def test_an_unknown_option_lists_those_that_exist():
     with pytest.raises(InvalidArgument, match=r"no option 'treads'.*threads"), options(treads=2):
         pass
+
+
+@pytest.mark.parametrize("value", ["16M", 1.5, None])
+def test_a_value_of_the_wrong_type(value):
+    with pytest.raises(TypeError, match="whole number"), options(ring_bytes=value):
+        pass
