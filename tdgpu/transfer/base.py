@@ -96,9 +96,10 @@ class Flight(abc.ABC):
 class Transfer(abc.ABC):
     """A load with its tensors, which may be used in a stream's order once that stream was made to wait."""
 
-    def __init__(self, plan: LoadPlan, flight: Flight, device: torch.device) -> None:
+    def __init__(self, plan: LoadPlan, flight: Flight, device: torch.device, watch: Callable[[Flight], None]) -> None:
         self.device = device
         self.flight = flight
+        self._watch = watch
         self._tensors = plan.tensors()
         self._last_chunk = dict(zip(plan.leaves, plan.last_chunk, strict=True))
         self._event_chunks = np.flatnonzero(plan.chunks["event"])
@@ -125,13 +126,15 @@ class Transfer(abc.ABC):
     def wait(self, leaf: Leaf | None = None) -> None:
         """Makes the device's current stream wait for the leaf, or for everything. The host goes on."""
 
-    @abc.abstractmethod
     def leave(self) -> None:
         """Hands the load to the device's watcher: nobody is going to wait on the host. Raises what failed already."""
+        self.flight.raise_failure()
+        self._watch(self.flight)
 
-    @abc.abstractmethod
     def cancel(self) -> None:
         """Gives the load up: an error or an interrupt came in between. The tensors can be dropped then."""
+        self.flight.cancel()
+        self.flight.was_raised = True
 
     def synchronize(self, tell: Callable[[int], None] | None = None) -> None:
         """Waits on the host; raises what failed. See :meth:`Flight.synchronize`."""

@@ -141,9 +141,8 @@ class DeviceTransfer(Transfer):
     """
 
     def __init__(self, plan: LoadPlan, flight: DeviceFlight, engine: DeviceEngine, stream: torch.Stream) -> None:
-        super().__init__(plan, flight, engine.device)
+        super().__init__(plan, flight, engine.device, engine.watcher.watch)
         self.flight: DeviceFlight = flight
-        self._engine = engine
         self._stream = stream
         self._settled = weakref.finalize(self, _settle, flight, stream, plan.values, engine.watcher)
         self._settled.atexit = False
@@ -159,14 +158,8 @@ class DeviceTransfer(Transfer):
             for tensor in self._tensors.values() if leaf is None else (self._tensors[leaf],):
                 (tensor.values() if tensor.is_nested else tensor).record_stream(current)
 
-    def leave(self) -> None:
-        """Hands the load to the device's watcher: nobody is going to wait for it on the host."""
-        self.flight.raise_failure()
-        self._engine.watcher.watch(self.flight)
-
     def cancel(self) -> None:
-        self.flight.cancel()
-        self.flight.was_raised = True
+        super().cancel()
         self._settled()
 
     def synchronize(self, tell: Callable[[int], None] | None = None) -> None:

@@ -167,9 +167,8 @@ class GenericTransfer(Transfer):
     """A load by torch, with its tensors. As a ``DeviceTransfer``, it holds them until a stream waits for the load."""
 
     def __init__(self, plan: LoadPlan, flight: GenericFlight, engine: GenericEngine, stream: torch.Stream) -> None:
-        super().__init__(plan, flight, engine.device)
+        super().__init__(plan, flight, engine.device, engine.watcher.watch)
         self.flight: GenericFlight = flight
-        self._engine = engine
         self._settled = weakref.finalize(self, _settle, flight, stream, plan.values, engine.watcher)
         self._settled.atexit = False
 
@@ -179,14 +178,6 @@ class GenericTransfer(Transfer):
         self.flight.raise_failure()
         if self.flight.end is not None:
             streams.current_stream(self.device).wait_event(self.flight.end)
-
-    def leave(self) -> None:
-        self.flight.raise_failure()
-        self._engine.watcher.watch(self.flight)
-
-    def cancel(self) -> None:
-        self.flight.cancel()
-        self.flight.was_raised = True
 
 
 def _settle(flight: GenericFlight, stream: torch.Stream, values: list[torch.Tensor], watcher: Watcher) -> None:

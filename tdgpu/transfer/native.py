@@ -6,6 +6,7 @@ the core are bounded; the loops around them are here in Python, where signals ar
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import functools
 import hashlib
@@ -191,15 +192,6 @@ def error_of(cause: str, message: str, what: str) -> Exception:
     return TransferError(f"{what}: {message}.")
 
 
-def _report(load: int) -> Report:
-    raw, text = _Report(), ctypes.create_string_buffer(512)
-    core().tdgpu_load_report(load, byref(raw), text, len(text))
-    return Report(
-        raw.bytes_read, bool(raw.is_filled), CAUSES[raw.cause], raw.code, text.value.decode(errors="replace"),
-        raw.failed_piece, raw.wanted, raw.found,
-    )  # fmt: skip
-
-
 class _CheckedFile(ctypes.Structure):
     _fields_ = (("path", c_char_p), ("inode", c_uint64))
 
@@ -271,7 +263,39 @@ class Engine:
         core().tdgpu_engine_close(self.handle, milliseconds)
 
 
-class Transfer:
+class _Load(abc.ABC):
+    """What can be asked of a load, wherever it goes."""
+
+    @property
+    @abc.abstractmethod
+    def _load(self) -> int:
+        """The core's object."""
+
+    def cancel(self) -> None:
+        """Bytes that are not read yet need not be."""
+        core().tdgpu_load_cancel(self._load)
+
+    def wait_filled(self, milliseconds: int = SLICE_MS) -> bool:
+        """Whether the readers are through, waiting for up to `milliseconds`."""
+        return bool(core().tdgpu_load_wait_filled(self._load, milliseconds))
+
+    def report(self) -> Report:
+        """How far it is."""
+        raw, text = _Report(), ctypes.create_string_buffer(512)
+        core().tdgpu_load_report(self._load, byref(raw), text, len(text))
+        return Report(
+            raw.bytes_read,
+            bool(raw.is_filled),
+            CAUSES[raw.cause],
+            raw.code,
+            text.value.decode(errors="replace"),
+            raw.failed_piece,
+            raw.wanted,
+            raw.found,
+        )
+
+
+class Transfer(_Load):
     """A load on its way to a device. Owns the core's object, which lives on in the readers as long as they need it."""
 
     # An interrupt may come before __init__ is through.
@@ -342,18 +366,6 @@ class Transfer:
         )
         return bool(passed.value)
 
-    def cancel(self) -> None:
-        """Bytes that are not read yet need not be."""
-        core().tdgpu_load_cancel(self._load)
-
-    def wait_filled(self, milliseconds: int = SLICE_MS) -> bool:
-        """Whether the readers are through, waiting for up to `milliseconds`."""
-        return bool(core().tdgpu_load_wait_filled(self._load, milliseconds))
-
-    def report(self) -> Report:
-        """How far it is."""
-        return _report(self._load)
-
 
 class Readers:
     """Reader threads that fill host memory, for devices without a driver table."""
@@ -383,24 +395,15 @@ class Readers:
             self._handle = None
 
 
-class Read:
+class Read(_Load):
     """A read into host memory under way."""
 
     def __init__(self, handle: c_void_p) -> None:
         self._handle = handle
-        self._load = core().tdgpu_read_load(handle)
 
     def __del__(self) -> None:
         core().tdgpu_read_release(self._handle)
 
-    def cancel(self) -> None:
-        """Bytes that are not read yet need not be."""
-        core().tdgpu_load_cancel(self._load)
-
-    def wait_filled(self, milliseconds: int = SLICE_MS) -> bool:
-        """Whether the bytes are there, waiting for up to `milliseconds`."""
-        return bool(core().tdgpu_load_wait_filled(self._load, milliseconds))
-
-    def report(self) -> Report:
-        """How far it is."""
-        return _report(self._load)
+    @property
+    def _load(self) -> int:
+        return int(core().tdgpu_read_load(self._handle))
