@@ -140,11 +140,21 @@ def _check_unlocked(save: Save, level: Level, out: Any) -> None:
 def _check_fits(save: Save, level: Level, out: Any) -> None:
     """What tensordict would find out only once ``out`` is half filled."""
     size = tuple(out.batch_size)
+
+    def starts_with_size(shape: tuple[int, ...]) -> bool:
+        return tuple(shape[: len(size)]) == size
+
     for child in level.children.values():
-        if child.batch_size is not None and tuple(child.batch_size[: len(size)]) != size:
-            raise _where(save, child).error(
-                OutMismatchError, f"A level of batch size {child.batch_size} does not fit into a batch size of {size}."
-            )
+        if child.batch_size is None or starts_with_size(child.batch_size):
+            continue
+        # tensordict then gives the level the batch size of `out`, which works if all of its leaves have it.
+        for below in child.walk():
+            for leaf in below.leaves.values():
+                if leaf.is_nested or not starts_with_size(leaf.shape):
+                    raise _where(save, child).error(
+                        OutMismatchError,
+                        f"A level of batch size {child.batch_size} does not fit into a batch size of {size}.",
+                    )
     if isinstance(out, LazyStackedTensorDict):
         dim, count = out.stack_dim, len(out.tensordicts)
         for leaf in level.leaves.values():
