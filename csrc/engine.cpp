@@ -26,7 +26,7 @@ Transfer::Transfer(Engine& engine, Plan plan, Road road, uint32_t events)
 
 Transfer::~Transfer() {
     // An event that is recorded anew does not disturb a wait that was enqueued on it before (read: the driver API's
-    // manual, cuStreamWaitEvent), so events can go back although the device may not have come to them.
+    // manual, cuEventRecord), so events can go back although the device may not have come to them.
     for (CUevent event : events_) {
         if (event) engine_.give_back(event);
     }
