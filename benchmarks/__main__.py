@@ -18,10 +18,17 @@ from rich.console import Console
 from rich.table import Table
 
 import tdgpu
-from benchmarks import fill, structure, submit
+from benchmarks import archives, fill, structure, submit
 from benchmarks.measure import Row
 
-CASES = {"fill": fill.run, "meta": structure.run, "submit": submit.run}
+CASES = {
+    "fill": fill.run,
+    "meta": structure.run,
+    "submit": submit.run,
+    "inflate": archives.inflate,
+    "pack": archives.pack,
+    "archive-memory": archives.memory,
+}
 
 
 def machine() -> dict[str, Any]:

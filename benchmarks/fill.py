@@ -50,16 +50,18 @@ class NativeReaders:
 
     def __init__(self, files: Files, threads: int) -> None:
         self._readers = native.Readers(threads)
-        self._files = [(str(path), 0) for path in files.paths]
         base = files.buffer.ctypes.data
-        self._pieces = np.array([(offset, size, 0, file, 0) for file, offset, size, _ in files.pieces], native.PIECE)
-        self._chunks = np.array(
-            [(base + place, size, i, 1, 0, 0) for i, (_, _, size, place) in enumerate(files.pieces)], native.CHUNK
+        pieces = [(offset, size, 0, file, 0, 0, 0) for file, offset, size, _ in files.pieces]
+        chunks = [(base + place, size, i, 1, 0, 0) for i, (_, _, size, place) in enumerate(files.pieces)]
+        self._work = native.Work(
+            [(str(path), 0) for path in files.paths],
+            np.array(pieces, native.PIECE),
+            np.array(chunks, native.CHUNK),
+            np.empty(0, native.RUN),
         )
 
     def fill_slots(self) -> None:
-        read = self._readers.post(self._files, self._pieces, self._chunks)
-        assert read.wait_filled(60_000), "not filled within a minute"
+        assert self._readers.post(self._work).wait_filled(60_000), "not filled within a minute"
 
     def close(self) -> None:
         self._readers.close()

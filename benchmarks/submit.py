@@ -59,7 +59,8 @@ def run(directory: Path, *, quick: bool) -> list[Row]:
     ]
 
 
-def _device() -> str:
+def accelerator() -> str:
+    """CUDA's device, or the simulated one in its place."""
     if torch.cuda.is_available():
         return "cuda"
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -69,7 +70,8 @@ def _device() -> str:
     return "simgpu"
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
+    """A size from /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -77,8 +79,8 @@ def _status(field: str) -> int:
 
 
 def _measure(save: Path) -> dict[str, Any]:
-    device = _device()
-    before = _status("VmRSS")
+    device = accelerator()
+    before = status("VmRSS")
     # A first, small load makes the engine, whose ring counts as memory but whose start-up does not count as time.
     small = save.with_name("small")
     large_leaves(small, 0)
@@ -95,7 +97,7 @@ def _measure(save: Path) -> dict[str, Any]:
     returned = time.perf_counter() - begun
     torch.accelerator.synchronize(device)
     finished = time.perf_counter() - begun
-    peak = _status("VmHWM")
+    peak = status("VmHWM")
     nbytes = sum(tensor.nbytes for tensor in loaded.values())
     wrong = wrong_leaves(loaded, save)
     assert wrong == [], f"wrong bytes in {wrong}"

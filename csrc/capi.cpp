@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "codecs.h"
 #include "engine.h"
+#include "stage.h"
 
 #define TDGPU_API extern "C" __attribute__((visibility("default")))
 
@@ -45,16 +47,6 @@ int guarded(Function function) {
     }
 }
 
-Plan make_plan(const CheckedFile* files, uint32_t file_count, const Piece* pieces, uint32_t piece_count,
-               const Chunk* chunks, uint32_t chunk_count) {
-    Plan plan;
-    plan.files.reserve(file_count);
-    for (uint32_t i = 0; i < file_count; i++) plan.files.push_back({files[i].path, files[i].inode});
-    plan.pieces.assign(pieces, pieces + piece_count);
-    plan.chunks.assign(chunks, chunks + chunk_count);
-    return plan;
-}
-
 void copy_text(const std::string& text, char* to, size_t size) {
     if (size == 0) return;
     const size_t n = std::min(text.size(), size - 1);
@@ -63,6 +55,28 @@ void copy_text(const std::string& text, char* to, size_t size) {
 }
 
 }  // namespace
+
+// What is to be loaded. Part of the C ABI; the core copies it.
+struct PlanView {
+    const CheckedFile* files;
+    const Piece* pieces;
+    const Chunk* chunks;
+    const Run* runs;
+    uint32_t file_count, piece_count, chunk_count, run_count;
+    uint32_t most_threads;  // 0: no limit
+    uint32_t reserved;
+
+    Plan plan() const {
+        Plan plan;
+        plan.files.reserve(file_count);
+        for (uint32_t i = 0; i < file_count; i++) plan.files.push_back({files[i].path, files[i].inode});
+        plan.pieces.assign(pieces, pieces + piece_count);
+        plan.chunks.assign(chunks, chunks + chunk_count);
+        plan.runs.assign(runs, runs + run_count);
+        if (most_threads) plan.most_threads = most_threads;
+        return plan;
+    }
+};
 
 // What a load reports of itself. Part of the C ABI.
 struct LoadReport {
@@ -119,7 +133,8 @@ TDGPU_API int tdgpu_engine_create(Driver* driver, int device, uint64_t ring_byte
 }
 
 TDGPU_API void tdgpu_engine_facts(Engine* engine, uint64_t* ring_bytes, uint64_t* pinned_bytes, uint64_t* largest_chunk,
-                                  char* why_host, size_t size) {
+                                  uint32_t* threads, char* why_host, size_t size) {
+    *threads = engine->thread_count();
     *ring_bytes = engine->ring_bytes();
     *pinned_bytes = engine->pinned_bytes();
     *largest_chunk = engine->largest_chunk();
@@ -137,14 +152,10 @@ TDGPU_API int tdgpu_engine_take_road(Engine* engine, int road, int64_t milliseco
     return guarded([&] { *is_taken = engine->take_road(Road(road), milliseconds); });
 }
 
-TDGPU_API int tdgpu_transfer_begin(Engine* engine, const CheckedFile* files, uint32_t file_count, const Piece* pieces,
-                                   uint32_t piece_count, const Chunk* chunks, uint32_t chunk_count, uint32_t events,
-                                   uint64_t consumer_stream, Transfer** transfer) {
+TDGPU_API int tdgpu_transfer_begin(Engine* engine, const PlanView* view, uint32_t events, uint64_t consumer_stream,
+                                   Transfer** transfer) {
     return guarded([&] {
-        *transfer = engine
-                        ->begin(make_plan(files, file_count, pieces, piece_count, chunks, chunk_count),
-                                reinterpret_cast<CUstream>(consumer_stream), events)
-                        .release();
+        *transfer = engine->begin(view->plan(), reinterpret_cast<CUstream>(consumer_stream), events).release();
     });
 }
 
@@ -203,19 +214,14 @@ TDGPU_API int tdgpu_readers_create(uint32_t threads, Readers** readers) {
     return guarded([&] { *readers = new Readers(threads); });
 }
 
-TDGPU_API void tdgpu_readers_cancel(Readers* readers) {
-    readers->cancel();
-}
-
 // Joins the threads. Reads that are queued end without being read.
 TDGPU_API void tdgpu_readers_destroy(Readers* readers) {
     delete readers;
 }
 
-TDGPU_API int tdgpu_readers_post(Readers* readers, const CheckedFile* files, uint32_t file_count, const Piece* pieces,
-                                 uint32_t piece_count, const Chunk* chunks, uint32_t chunk_count, SharedLoad** read) {
+TDGPU_API int tdgpu_readers_post(Readers* readers, const PlanView* view, SharedLoad** read) {
     return guarded([&] {
-        Plan plan = make_plan(files, file_count, pieces, piece_count, chunks, chunk_count);
+        Plan plan = view->plan();
         plan.check(0, UINT64_MAX);
         auto load = std::make_shared<Load>(std::move(plan), nullptr);
         readers->post(load);
@@ -228,4 +234,61 @@ TDGPU_API Load* tdgpu_read_load(SharedLoad* read) {
 }
 TDGPU_API void tdgpu_read_release(SharedLoad* read) {
     delete read;
+}
+
+// --- loads whose copies the caller enqueues ---
+
+TDGPU_API int tdgpu_stage_create(char* memory, uint64_t bytes, uint32_t threads, Stage** stage) {
+    return guarded([&] { *stage = new Stage(memory, bytes, threads); });
+}
+
+TDGPU_API void tdgpu_stage_facts(Stage* stage, uint64_t* bytes, uint32_t* threads) {
+    *bytes = stage->size();
+    *threads = stage->thread_count();
+}
+
+TDGPU_API void tdgpu_stage_cancel(Stage* stage) {
+    stage->cancel();
+}
+
+TDGPU_API void tdgpu_stage_destroy(Stage* stage) {
+    delete stage;
+}
+
+TDGPU_API int tdgpu_stage_post(Stage* stage, const PlanView* view, SharedLoad** read) {
+    return guarded([&] { *read = new SharedLoad(stage->post(view->plan())); });
+}
+
+TDGPU_API int tdgpu_stage_wait_ready(Stage* stage, SharedLoad* read, uint32_t chunk, int64_t milliseconds,
+                                     uint64_t* offset) {
+    size_t found = 0;
+    const bool is_ready = stage->wait_ready(**read, chunk, milliseconds, found);
+    *offset = found;
+    return is_ready;
+}
+
+TDGPU_API void tdgpu_stage_set_copied(Stage* stage, SharedLoad* read, uint32_t chunk) {
+    stage->set_copied(**read, chunk);
+}
+
+// Chunks from `chunk` on will not be taken.
+TDGPU_API void tdgpu_stage_strand(SharedLoad* read, uint32_t chunk) {
+    (*read)->cancel();
+    (*read)->strand(chunk);
+}
+
+// --- codecs ---
+
+TDGPU_API int tdgpu_load_codec(int codec, const char* path) {
+    return guarded([&] { load_codec(Codec(codec), path); });
+}
+
+// The CRC-32 of consecutive parts, from theirs and their sizes. Needs the codec zlib.
+TDGPU_API int tdgpu_combine_crc32(const uint32_t* crcs, const uint64_t* sizes, uint64_t count, uint32_t* combined) {
+    return guarded([&] {
+        if (!codecs.zlib.crc32_combine) throw Error(Cause::library, 0, "no zlib has been loaded");
+        uint32_t crc = 0;
+        for (uint64_t i = 0; i < count; i++) crc = codecs.zlib.crc32_combine(crc, crcs[i], int64_t(sizes[i]));
+        *combined = crc;
+    });
 }

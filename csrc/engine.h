@@ -92,6 +92,7 @@ public:
     size_t largest_chunk() const { return ring_->size() / 2; }
     size_t ring_bytes() const { return ring_->size(); }
     size_t pinned_bytes() const { return ring_->pinned_bytes(); }
+    unsigned thread_count() const { return readers_->thread_count(); }
     const std::string& why_host() const { return why_host_; }
     CUstream copy_stream() const { return copy_stream_; }
 

@@ -19,6 +19,7 @@ enum class Cause : int {
     cancelled = 7,   // the load was cancelled
     capturing = 8,   // the stream is capturing a graph
     exists_not = 9,  // no such device
+    damaged = 10,    // bytes of an archive do not inflate to what it promises
 };
 
 class Error : public std::runtime_error {

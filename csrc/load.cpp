@@ -1,5 +1,6 @@
 #include "load.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -19,6 +20,12 @@ void Plan::check(uint32_t events, uint64_t largest_chunk) const {
     auto insist = [](bool holds, const char* what) {
         if (!holds) throw Error(Cause::invalid, 0, std::string("the plan is inconsistent: ") + what);
     };
+    for (const Run& run : runs) {
+        insist(run.file < files.size(), "a run has a file that is not there");
+        insist(run.stored <= INT64_MAX && run.file_offset <= INT64_MAX - run.stored, "a run leaves its file");
+    }
+    std::vector<uint64_t> inflated(runs.size(), 0);  // where each run's next piece may begin
+    std::vector<bool> is_begun(runs.size(), false);
     uint64_t next = 0;
     for (const Chunk& chunk : chunks) {
         insist(chunk.bytes > 0 && chunk.piece_count > 0, "an empty chunk");
@@ -32,10 +39,22 @@ void Plan::check(uint32_t events, uint64_t largest_chunk) const {
             insist(piece.file < files.size(), "a piece has a file that is not there");
             insist(piece.bytes <= chunk.bytes && piece.chunk_offset <= chunk.bytes - piece.bytes,
                    "a piece leaves its chunk");
-            insist(piece.file_offset <= INT64_MAX - piece.bytes, "a piece leaves its file");
+            if (piece.run == 0) {
+                insist(chunk.destination != 0, "plain bytes without a destination");
+                insist(piece.bytes <= INT64_MAX && piece.offset <= INT64_MAX - piece.bytes, "a piece leaves its file");
+                continue;
+            }
+            const uint64_t r = piece.run - 1;
+            insist(r < runs.size(), "a piece has a run that is not there");
+            insist(piece.offset <= runs[r].bytes && piece.bytes <= runs[r].bytes - piece.offset,
+                   "a piece leaves its run");
+            insist(piece.offset >= inflated[r], "the pieces of a run are out of order");
+            inflated[r] = piece.offset + piece.bytes;
+            is_begun[r] = true;
         }
     }
     insist(next == pieces.size(), "pieces without a chunk");
+    for (const bool begun : is_begun) insist(begun, "a run without pieces");
     insist(!chunks.empty(), "nothing to load");
 }
 
@@ -43,12 +62,32 @@ Load::Load(Plan plan, Ring* ring)
     : plan_(std::move(plan)),
       ring_(ring),
       id_(next_id++),
+      run_begins_(plan_.runs.size() + 1, 0),
       pieces_left_(new std::atomic<uint32_t>[plan_.chunks.size()]),
       chunks_left_(uint32_t(plan_.chunks.size())) {
     for (size_t c = 0; c < plan_.chunks.size(); c++) pieces_left_[c] = plan_.chunks[c].piece_count;
+
+    // The pieces of each run, found by counting them first.
+    for (const Piece& piece : plan_.pieces) {
+        if (piece.run) run_begins_[piece.run]++;
+    }
+    for (size_t r = 0; r < plan_.runs.size(); r++) run_begins_[r + 1] += run_begins_[r];
+    run_pieces_.resize(run_begins_.back());
+    std::vector<uint32_t> next(run_begins_.begin(), run_begins_.end() - 1);
+    for (uint32_t c = 0; c < chunk_count(); c++) {
+        const Chunk& chunk = plan_.chunks[c];
+        for (uint32_t p = chunk.first_piece; p < chunk.first_piece + chunk.piece_count; p++) {
+            if (plan_.pieces[p].run) run_pieces_[next[plan_.pieces[p].run - 1]++] = {p, c};
+        }
+    }
+
     if (!ring_) return;
     spans_.reserve(plan_.chunks.size());
     for (const Chunk& chunk : plan_.chunks) spans_.push_back(ring_->claim(chunk.bytes));
+}
+
+bool Load::begins_run(uint32_t piece) const {
+    return run_pieces_[run_begins_[plan_.pieces[piece].run - 1]].piece == piece;
 }
 
 bool Load::wait_for_place(uint32_t chunk, const std::atomic<bool>& stop) const {
@@ -59,15 +98,74 @@ bool Load::wait_for_place(uint32_t chunk, const std::atomic<bool>& stop) const {
     }
 }
 
-void Load::fill(uint32_t chunk, uint32_t first, uint32_t last, OpenFile& open, const std::atomic<bool>& stop) {
+char* Load::place(uint32_t chunk) const {
+    return ring_ ? ring_->at(spans_[chunk]) : reinterpret_cast<char*>(plan_.chunks[chunk].destination);
+}
+
+void Load::fill(uint32_t chunk, uint32_t first, uint32_t last, Worker& worker, const std::atomic<bool>& stop) {
     const bool has_place = !ring_ || wait_for_place(chunk, stop);
     if (has_place && !is_cancelled()) {
-        char* base = ring_ ? ring_->at(spans_[chunk]) : reinterpret_cast<char*>(plan_.chunks[chunk].destination);
-        for (uint32_t p = first; p < last; p++) read_piece(p, base + plan_.pieces[p].chunk_offset, open);
+        for (uint32_t p = first; p < last; p++) read_piece(p, place(chunk) + plan_.pieces[p].chunk_offset, worker);
     }
+    complete(chunk, last - first);
+}
 
-    const uint32_t done = last - first;
-    if (pieces_left_[chunk].fetch_sub(done, std::memory_order_acq_rel) != done) return;
+void Load::inflate(uint32_t index, Worker& worker, const std::atomic<bool>& stop) {
+    const Run& run = plan_.runs[index];
+    const uint32_t begin = run_begins_[index], end = run_begins_[index + 1];
+    // Once a piece is missing, those behind it cannot be had either.
+    bool goes_on = true;
+    for (uint32_t i = begin; i < end; i++) {
+        const auto [p, chunk] = run_pieces_[i];
+        const Piece& piece = plan_.pieces[p];
+        const bool has_place = !ring_ || wait_for_place(chunk, stop);
+        if (has_place && !is_cancelled()) {
+            char* base = place(chunk);
+            char* to = base ? base + piece.chunk_offset : nullptr;
+            if (goes_on) {
+                const Damage damage = inflate_piece(run, piece, i == begin, i + 1 == end, to, worker);
+                if (damage.any()) {
+                    goes_on = false;
+                    if (!is_cancelled()) record(damage, p);
+                } else {
+                    bytes_read_.fetch_add(piece.bytes, std::memory_order_relaxed);
+                }
+            }
+            if (!goes_on && to) memset(to, kUnreadable, piece.bytes);
+        } else {
+            goes_on = false;
+        }
+        complete(chunk, 1);
+    }
+}
+
+Damage Load::inflate_piece(const Run& run, const Piece& piece, bool is_first, bool is_last, char* to, Worker& worker) {
+    Inflater& inflater = worker.inflater;
+    if (is_first) {
+        Damage damage;
+        damage.error = open(run.file, false, worker);
+        if (damage.any()) return damage;
+        // All at once, if that needs no more memory than a usual block.
+        constexpr uint64_t kMostScratch = 4 << 20;
+        const bool is_whole = piece.bytes == run.bytes && to;
+        if (is_last && Inflater::fits(run) && (is_whole || run.bytes <= kMostScratch)) {
+            if (is_whole) return inflater.whole(run, worker.file, to);
+            worker.scratch.resize(std::max<size_t>(worker.scratch.size(), run.bytes));
+            damage = inflater.whole(run, worker.file, worker.scratch.data());
+            if (!damage.any() && to) memcpy(to, worker.scratch.data() + piece.offset, piece.bytes);
+            return damage;
+        }
+        damage = inflater.begin(run, worker.file, cancelled_);
+        if (damage.any()) return damage;
+    }
+    Damage damage = inflater.skip_to(piece.offset);
+    if (!damage.any()) damage = to ? inflater.produce(to, piece.bytes) : inflater.skip_to(piece.offset + piece.bytes);
+    if (!damage.any() && is_last) damage = inflater.finish();
+    return damage;
+}
+
+void Load::complete(uint32_t chunk, uint32_t pieces) {
+    if (pieces_left_[chunk].fetch_sub(pieces, std::memory_order_acq_rel) != pieces) return;
     // A stranded chunk has no copy behind its gate, and its gate may be in use by an earlier chunk: it stays shut.
     if (ring_ && chunk < stranded_from_.load(std::memory_order_acquire)) ring_->set_ready(spans_[chunk].sequence);
     if (chunks_left_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
@@ -76,30 +174,43 @@ void Load::fill(uint32_t chunk, uint32_t first, uint32_t last, OpenFile& open, c
     }
 }
 
-void Load::read_piece(uint32_t index, char* to, OpenFile& open) {
+int Load::open(uint32_t file, bool direct, Worker& worker) const {
+    if (worker.file.is_open() && worker.load == id_ && worker.file_index == file) return 0;
+    worker.load = id_;
+    worker.file_index = file;
+    return worker.file.open(plan_.files[file].path, plan_.files[file].inode, direct);
+}
+
+void Load::read_piece(uint32_t index, char* to, Worker& worker) {
     const Piece& piece = plan_.pieces[index];
-    int error = 0;
-    if (!open.file.is_open() || open.load != id_ || open.index != piece.file) {
-        error = open.file.open(plan_.files[piece.file].path, plan_.files[piece.file].inode, piece.direct != 0);
-        open.load = id_;
-        open.index = piece.file;
-    }
+    Damage damage;
     ReadResult result;
-    result.error = error;
-    if (!error) result = open.file.read(to, piece.bytes, off_t(piece.file_offset));
+    damage.error = open(piece.file, piece.direct != 0, worker);
+    if (!damage.error) {
+        result = worker.file.read(to, piece.bytes, off_t(piece.offset));
+        damage.error = result.error;
+    }
     bytes_read_.fetch_add(result.got, std::memory_order_relaxed);
     if (result.got == piece.bytes) return;
 
     memset(to + result.got, kUnreadable, piece.bytes - result.got);
+    damage.is_truncated = !damage.error;
+    damage.wanted = piece.offset + piece.bytes;
+    damage.found = piece.offset + result.got;
+    record(damage, index);
+}
+
+void Load::record(const Damage& damage, uint32_t piece) {
     Failure failure;
-    failure.cause = result.error ? Cause::read : Cause::truncated;
-    failure.code = result.error;
-    failure.piece = index;
-    failure.wanted = piece.file_offset + piece.bytes;
-    failure.found = piece.file_offset + result.got;
-    failure.message = result.error == ESTALE ? "another file took its place while the save was being loaded"
-                      : result.error         ? strerror(result.error)
-                                             : "the file ended early";
+    failure.cause = damage.error ? Cause::read : damage.is_truncated ? Cause::truncated : Cause::damaged;
+    failure.code = damage.error;
+    failure.piece = piece;
+    failure.wanted = damage.wanted;
+    failure.found = damage.found;
+    failure.message = damage.error == ESTALE ? "another file took its place while the save was being loaded"
+                      : damage.error         ? strerror(damage.error)
+                      : damage.is_truncated  ? "the file ended early"
+                                             : damage.message;
     record(std::move(failure));
 }
 

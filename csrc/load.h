@@ -12,23 +12,26 @@
 #include <string>
 #include <vector>
 
+#include "inflate.h"
 #include "io.h"
 #include "ring.h"
 
 namespace tdgpu {
 
-// A run of bytes of one file, and where in its chunk it goes. Part of the C ABI.
+// Bytes that lie together, and where in their chunk they go. Part of the C ABI.
 struct Piece {
-    uint64_t file_offset;
+    uint64_t offset;  // in the file; or, of a run, in what it inflates to
     uint64_t bytes;
     uint64_t chunk_offset;
     uint32_t file;    // index into the plan's files
     uint32_t direct;  // 1: read past the page cache
+    uint32_t run;     // bytes of the run number `run - 1`; 0: plain bytes of the file
+    uint32_t leaf;    // the caller's own number of what it belongs to
 };
 
 // What one copy carries. Part of the C ABI.
 struct Chunk {
-    uint64_t destination;  // device address; for a load without a device, the address in host memory
+    uint64_t destination;  // device address; without a device, a host address, or 0: bytes are checked and dropped
     uint64_t bytes;
     uint32_t first_piece;
     uint32_t piece_count;
@@ -50,9 +53,27 @@ struct Plan {
     std::vector<Source> files;
     std::vector<Piece> pieces;
     std::vector<Chunk> chunks;
+    std::vector<Run> runs;               // each with one piece at least, in order
+    uint32_t most_threads = UINT32_MAX;  // readers that may work on this load at a time
 
-    // Throws Error(invalid) unless pieces and chunks fit each other, and the ring: indexes come from outside the core.
+    // Throws Error(invalid) unless all of it fits together, and the ring: indexes come from outside the core.
     void check(uint32_t events, uint64_t largest_chunk) const;
+};
+
+// What one reader thread keeps between its tasks.
+struct Worker {
+    File file;
+    uint64_t load = 0;  // whose file is open, and which
+    uint32_t file_index = 0;
+    Inflater inflater;
+    std::vector<char> scratch;
+
+    // Gives back what is not needed while there is nothing to do.
+    void rest() {
+        file.close();
+        inflater.rest();
+        std::vector<char>().swap(scratch);
+    }
 };
 
 // The first thing that went wrong.
@@ -76,13 +97,13 @@ public:
     const Span& span(uint32_t chunk) const { return spans_[chunk]; }
 
     // --- readers ---
-    // Fills pieces [first, last) of `chunk`, waiting for its place first. `file` is the reader's own open file.
-    struct OpenFile {
-        File file;
-        uint64_t load = 0;
-        uint32_t index = 0;
-    };
-    void fill(uint32_t chunk, uint32_t first, uint32_t last, OpenFile& open, const std::atomic<bool>& stop);
+    // Both wait for a chunk's place before they fill it.
+    // Reads plain pieces [first, last) of `chunk`.
+    void fill(uint32_t chunk, uint32_t first, uint32_t last, Worker& worker, const std::atomic<bool>& stop);
+    // Inflates all pieces of a run, in whichever chunks they are.
+    void inflate(uint32_t run, Worker& worker, const std::atomic<bool>& stop);
+    bool begins_run(uint32_t piece) const;
+    uint32_t workers = 0;  // readers at work on this load; the queue's lock guards it
 
     // --- the caller ---
     // Bytes need not arrive any more: what is not read yet is left out, but every gate still opens.
@@ -101,12 +122,22 @@ public:
 
 private:
     bool wait_for_place(uint32_t chunk, const std::atomic<bool>& stop) const;
-    void read_piece(uint32_t index, char* to, OpenFile& open);
+    char* place(uint32_t chunk) const;
+    int open(uint32_t file, bool direct, Worker& worker) const;
+    void read_piece(uint32_t index, char* to, Worker& worker);
+    Damage inflate_piece(const Run& run, const Piece& piece, bool is_first, bool is_last, char* to, Worker& worker);
+    void complete(uint32_t chunk, uint32_t pieces);
+    void record(const Damage& damage, uint32_t piece);
 
     const Plan plan_;
     Ring* const ring_;
     const uint64_t id_;
     std::vector<Span> spans_;
+    struct RunPiece {
+        uint32_t piece, chunk;
+    };
+    std::vector<RunPiece> run_pieces_;  // by run, in order
+    std::vector<uint32_t> run_begins_;  // where in run_pieces_ each run begins, and the end
 
     std::unique_ptr<std::atomic<uint32_t>[]> pieces_left_;  // per chunk
     std::atomic<uint32_t> chunks_left_;

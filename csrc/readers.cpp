@@ -16,6 +16,7 @@ constexpr uint32_t kTakePieces = 32;
 }  // namespace
 
 Readers::Readers(unsigned threads) {
+    working_.resize(threads);
     // Signals are for the program's own threads: a reader that caught one would interrupt nothing but itself.
     sigset_t all, previous;
     sigfillset(&all);
@@ -49,6 +50,9 @@ void Readers::post(std::shared_ptr<Load> load) {
 void Readers::cancel() {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const Cursor& cursor : queue_) cursor.load->cancel();
+    for (Load* load : working_) {
+        if (load) load->cancel();
+    }
 }
 
 void Readers::stop() {
@@ -66,37 +70,81 @@ void Readers::run(unsigned number) {
     char name[16];
     snprintf(name, sizeof name, "tdgpu-read-%u", number);
     pthread_setname_np(pthread_self(), name);
-    Load::OpenFile open;
+    Worker worker;
     Work work;
-    while (take(work, open)) {
-        work.load->fill(work.chunk, work.first, work.last, open, stop_);
-        work.load.reset();
+    while (take(number, work, worker)) {
+        if (work.run)
+            work.load->inflate(work.run - 1, worker, stop_);
+        else
+            work.load->fill(work.chunk, work.first, work.last, worker, stop_);
     }
 }
 
-bool Readers::take(Work& work, Load::OpenFile& open) {
+bool Readers::take(unsigned number, Work& work, Worker& worker) {
     std::unique_lock<std::mutex> lock(mutex_);
+    if (work.load) {
+        working_[number] = nullptr;
+        const bool was_full = work.load->workers-- == work.load->plan().most_threads;
+        work.load.reset();
+        if (was_full) posted_.notify_one();
+    }
+    auto find = [&] {
+        for (size_t i = 0; i < queue_.size();) {
+            const size_t before = queue_.size();
+            if (take_from(i, work)) {
+                working_[number] = work.load.get();
+                return true;
+            }
+            if (queue_.size() == before) i++;
+        }
+        return false;
+    };
+    if (find()) return true;
     if (queue_.empty()) {
-        // Nothing to do: hold no file open meanwhile, so that the user can unmount or delete.
+        // Nothing to do: hold no memory meanwhile, and no file, so that the user can unmount or delete.
         lock.unlock();
-        open.file.close();
+        worker.rest();
         lock.lock();
     }
-    posted_.wait(lock, [&] { return stop_ || !queue_.empty(); });
-    if (queue_.empty()) return false;
+    bool has_work = false;
+    posted_.wait(lock, [&] { return (has_work = find()) || (stop_ && queue_.empty()); });
+    return has_work;
+}
 
-    Cursor& cursor = queue_.front();
-    const Plan& plan = cursor.load->plan();
-    const Chunk& chunk = plan.chunks[cursor.chunk];
-    const uint32_t end = chunk.first_piece + chunk.piece_count;
-    uint64_t bytes = 0;
-    uint32_t last = cursor.piece;
-    while (last < end && last - cursor.piece < kTakePieces && bytes < kTakeBytes) bytes += plan.pieces[last++].bytes;
-
-    work = {cursor.load, cursor.chunk, cursor.piece, last};
-    cursor.piece = last;
-    if (last == end && ++cursor.chunk == plan.chunks.size()) queue_.pop_front();
-    return true;
+bool Readers::take_from(size_t position, Work& work) {
+    Cursor& cursor = queue_[position];
+    Load& load = *cursor.load;
+    if (load.workers >= load.plan().most_threads) return false;
+    const std::vector<Piece>& pieces = load.plan().pieces;
+    work = {cursor.load, cursor.chunk, 0, 0, 0};
+    while (cursor.chunk < load.chunk_count() && !work.last && !work.run) {
+        const Chunk& chunk = load.plan().chunks[cursor.chunk];
+        const uint32_t end = chunk.first_piece + chunk.piece_count;
+        uint32_t& next = cursor.piece;
+        if (pieces[next].run) {
+            // A run goes to whoever comes to its first piece; the others are that thread's, too.
+            if (load.begins_run(next)) work.run = pieces[next].run;
+            next++;
+        } else {
+            work.chunk = cursor.chunk;
+            work.first = next;
+            uint64_t bytes = 0;
+            while (next < end && !pieces[next].run && next - work.first < kTakePieces && bytes < kTakeBytes)
+                bytes += pieces[next++].bytes;
+            work.last = next;
+        }
+        if (next == end) cursor.chunk++;
+    }
+    const bool has_work = work.last || work.run;
+    if (has_work)
+        load.workers++;
+    else
+        work.load.reset();
+    if (cursor.chunk == load.chunk_count()) {
+        queue_.erase(queue_.begin() + std::ptrdiff_t(position));
+        if (stop_) posted_.notify_all();  // who waited for this load to have room for one more has nothing left to do
+    }
+    return has_work;
 }
 
 }  // namespace tdgpu

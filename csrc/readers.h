@@ -21,22 +21,28 @@ public:
     Readers(const Readers&) = delete;
     Readers& operator=(const Readers&) = delete;
 
+    unsigned thread_count() const { return unsigned(threads_.size()); }
+
     // Queues all of the load's chunks. Loads are served in the order in which they came.
     void post(std::shared_ptr<Load> load);
 
-    // Queued chunks need not be read any more. They still wait for their places and open their gates in order.
+    // What is queued or under way need not be read any more. Chunks still wait for their places and open their gates in
+    // order.
     void cancel();
 
     // Opens the gates of every queued chunk at once, then ends and joins the threads.
     void stop();
 
 private:
+    // What one thread does at a time: plain pieces of one chunk, or a whole run.
     struct Work {
         std::shared_ptr<Load> load;
         uint32_t chunk = 0, first = 0, last = 0;
+        uint32_t run = 0;  // its number + 1; 0: plain pieces
     };
     void run(unsigned number);
-    bool take(Work& work, Load::OpenFile& open);
+    bool take(unsigned number, Work& work, Worker& worker);
+    bool take_from(size_t position, Work& work);
 
     std::mutex mutex_;
     std::condition_variable posted_;
@@ -45,6 +51,7 @@ private:
         uint32_t chunk = 0, piece = 0;
     };
     std::deque<Cursor> queue_;
+    std::vector<Load*> working_;  // by thread: what it works on, or null
     std::atomic<bool> stop_{false};
     std::vector<std::thread> threads_;
 };

@@ -19,13 +19,20 @@ void* pageable(size_t bytes) {
 
 }  // namespace
 
-Ring::Ring(const Driver& driver, size_t bytes) : driver_(driver), bytes_(rounded(bytes)) {
+Ring::Ring(char* memory, size_t bytes) : driver_(nullptr), memory_(memory), bytes_(bytes / kAlignment * kAlignment) {
+    const size_t gate_bytes = kGateWords * sizeof(uint32_t);
+    gates_ = static_cast<uint32_t*>(pageable(gate_bytes));
+    memset(gates_, 0, gate_bytes);
+    freed_ = gates_ + kFreedWord;
+}
+
+Ring::Ring(const Driver& driver, size_t bytes) : driver_(&driver), bytes_(rounded(bytes)) {
     // The gates first: without pinned gates there is no gated stream, and they are small.
     void* memory = nullptr;
     const size_t gate_bytes = kGateWords * sizeof(uint32_t);
-    if (driver_.MemHostAlloc(&memory, gate_bytes, kHostAllocPortable | kHostAllocDeviceMap) == kCudaSuccess) {
-        gates_are_pinned_ = driver_.MemHostGetDevicePointer(&gates_address_, memory, 0) == kCudaSuccess;
-        if (!gates_are_pinned_) driver_.MemFreeHost(memory);
+    if (driver_->MemHostAlloc(&memory, gate_bytes, kHostAllocPortable | kHostAllocDeviceMap) == kCudaSuccess) {
+        gates_are_pinned_ = driver_->MemHostGetDevicePointer(&gates_address_, memory, 0) == kCudaSuccess;
+        if (!gates_are_pinned_) driver_->MemFreeHost(memory);
     }
     gates_ = static_cast<uint32_t*>(gates_are_pinned_ ? memory : pageable(gate_bytes));
     memset(gates_, 0, gate_bytes);
@@ -35,7 +42,7 @@ Ring::Ring(const Driver& driver, size_t bytes) : driver_(driver), bytes_(rounded
     // driver calls that "out of memory", which sends people to look at the device: the caller words it better.
     for (; bytes_ >= kSmallest; bytes_ = rounded(bytes_ / 2)) {
         memory = nullptr;
-        if (driver_.MemHostAlloc(&memory, bytes_, kHostAllocPortable) == kCudaSuccess) {
+        if (driver_->MemHostAlloc(&memory, bytes_, kHostAllocPortable) == kCudaSuccess) {
             memory_ = static_cast<char*>(memory);
             is_pinned_ = true;
             return;
@@ -47,11 +54,11 @@ Ring::Ring(const Driver& driver, size_t bytes) : driver_(driver), bytes_(rounded
 
 void Ring::release() {
     if (is_pinned_)
-        driver_.MemFreeHost(memory_);
-    else
+        driver_->MemFreeHost(memory_);
+    else if (driver_)
         free(memory_);
     if (gates_are_pinned_)
-        driver_.MemFreeHost(gates_);
+        driver_->MemFreeHost(gates_);
     else
         free(gates_);
     memory_ = nullptr;

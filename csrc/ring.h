@@ -40,6 +40,8 @@ public:
 
     // Allocates up to `bytes` of pinned memory: less where the machine allows less, pageable where it allows none.
     Ring(const Driver& driver, size_t bytes);
+    // A ring of the caller's own memory, whose copies somebody else enqueues: all gates are the host's.
+    Ring(char* memory, size_t bytes);
     // Frees nothing: see release().
     ~Ring() = default;
     Ring(const Ring&) = delete;
@@ -88,7 +90,7 @@ private:
         size_t begin, end;
     };
 
-    const Driver& driver_;
+    const Driver* const driver_;  // null: the memory is the caller's
     char* memory_ = nullptr;
     size_t bytes_ = 0;
     bool is_pinned_ = false;

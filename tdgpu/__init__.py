@@ -9,6 +9,9 @@
 [0, 1, 2]
 """
 
+from tdgpu.archives.packing import pack_memmap, save
+from tdgpu.archives.unpacking import unpack_memmap
+from tdgpu.archives.verifying import verify_memmap
 from tdgpu.errors import TdgpuError
 from tdgpu.load import load_memmap
 from tdgpu.options import options
@@ -16,4 +19,16 @@ from tdgpu.transfer import LoadFuture, LoadProgress, synchronize
 
 __version__ = "0.1.0"
 
-__all__ = ["LoadFuture", "LoadProgress", "TdgpuError", "__version__", "load_memmap", "options", "synchronize"]
+__all__ = [
+    "LoadFuture",
+    "LoadProgress",
+    "TdgpuError",
+    "__version__",
+    "load_memmap",
+    "options",
+    "pack_memmap",
+    "save",
+    "synchronize",
+    "unpack_memmap",
+    "verify_memmap",
+]

@@ -1,7 +1,8 @@
 """The command line: ``python -m tdgpu``, or ``tdgpu`` where pip put the script on the path.
 
 Exit codes: 0 done; 1 a :class:`~tdgpu.errors.TdgpuError` or a file that the system refused, the message on stderr, or
-``doctor`` with settings that cannot be read, the message in its report; 2 wrong usage. With ``--json`` a command prints
+``doctor`` with settings that cannot be read, the message in its report, or ``verify`` with a save that is damaged; 2
+wrong usage. With ``--json`` a command prints
 one JSON object on stdout and nothing else there.
 """
 
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from tdgpu.errors import TdgpuError
+from tdgpu.options import parse_size
 
 # Each command imports what it needs when it runs: `--help` and `doctor` work where torch or the core does not load.
 
@@ -26,6 +29,10 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+Threads = Annotated[
+    int | None, typer.Option(min=0, help="Threads that work. Default: one for each core that the process may use.")
+]
 
 
 def _stdout() -> Console:
@@ -86,6 +93,98 @@ def doctor(
         render(report, _stdout())
     if "error" in report["options"]:
         raise typer.Exit(1)
+
+
+@app.command()
+def pack(
+    directory: Annotated[str, typer.Argument(help="A saved directory.")],
+    archive: Annotated[str, typer.Argument(help="The archive to write, such as run.tdz.")],
+    compression: Annotated[str, typer.Option(help="stored, deflate, bzip2 or lzma.")] = "stored",
+    level: Annotated[int | None, typer.Option(help="Compression level. Default: the method's own.")] = None,
+    block_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes per block of deflate, such as 4M; 'none' for plain streams.")
+    ] = "1M",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Packs a saved directory into one archive.
+
+    Example: tdgpu pack runs/7 runs/7.tdz --compression deflate --level 3
+    """
+    from tdgpu.archives.packing import pack_memmap
+
+    started = time.perf_counter()
+    path = pack_memmap(
+        directory, archive, compression=compression, compresslevel=level, block_size=_block_size(block_size),
+        num_threads=threads, progress=True,
+    )  # fmt: skip
+    report = {"archive": str(path), "bytes": path.stat().st_size, "seconds": round(time.perf_counter() - started, 3)}
+    _say(report, "{archive}: {bytes} bytes in {seconds} s", as_json=as_json)
+
+
+@app.command()
+def unpack(
+    archive: Annotated[str, typer.Argument(help="An archive, such as run.tdz.")],
+    directory: Annotated[str, typer.Argument(help="Where its files go. Made if it does not exist.")],
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Unpacks an archive into a directory, once all of it has been checked.
+
+    Example: tdgpu unpack runs/7.tdz runs/7
+    """
+    from tdgpu.archives.unpacking import unpack_memmap
+
+    started = time.perf_counter()
+    path = unpack_memmap(archive, directory, num_threads=threads, progress=True)
+    report = {"directory": str(path), "seconds": round(time.perf_counter() - started, 3)}
+    _say(report, "{directory}: unpacked in {seconds} s", as_json=as_json)
+
+
+@app.command()
+def verify(
+    path: Annotated[str, typer.Argument(help="An archive or a saved directory.")],
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Checks a save: of an archive every byte, of a directory its structure and sizes. Exits with 1 if it is damaged.
+
+    Example: tdgpu verify runs/7.tdz
+    """
+    from tdgpu.archives.verifying import verify_memmap
+
+    found = verify_memmap(path, num_threads=threads, progress=True)
+    report = {
+        "path": str(found.path), "kind": found.kind, "entries": found.entries, "bytes": found.nbytes,
+        "is_sound": found.is_sound, "notes": list(found.notes),
+        "problems": [{"type": type(problem).__name__, "message": str(problem)} for problem in found.problems],
+    }  # fmt: skip
+    for problem in found.problems:
+        sys.stderr.write(f"problem: {problem}\n")
+    for note in found.notes:
+        sys.stderr.write(f"note: {note}\n")
+    verdict = "sound" if found.is_sound else "damaged"
+    _say(report, f"{{path}}: {verdict}, {{entries}} entries, {{bytes}} bytes", as_json=as_json)
+    if not found.is_sound:
+        raise typer.Exit(1)
+
+
+def _block_size(text: str) -> int | None:
+    if text.lower() == "none":
+        return None
+    try:
+        return parse_size(text)
+    except (ValueError, KeyError, OverflowError):
+        raise typer.BadParameter(
+            f"{text!r} is no size in bytes, such as 1048576 or 1M.", param_hint="--block-size"
+        ) from None
+
+
+def _say(report: dict[str, Any], line: str, *, as_json: bool) -> None:
+    if as_json:
+        _print_json(report)
+    else:
+        sys.stdout.write(line.format(**report) + "\n")
 
 
 def main() -> None:

@@ -5,14 +5,10 @@ No part of the report can stop the rest: what fails is shown as its error.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
-import sys
-import zlib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -27,7 +23,7 @@ from tdgpu.options import Options, get
 
 __all__ = ["examine", "render"]
 
-PURPOSES = {"codecs": "used for archives; optional", "cupy": "used for device arrays; optional"}
+PURPOSES = {"codecs": "used for archives", "cupy": "used for device arrays; optional"}
 
 
 def examine(device: str | None = None) -> dict[str, Any]:
@@ -209,36 +205,18 @@ def _cgroup_limit(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
     return min((limit for limit in limits if limit < 1 << 60), default=None)
 
 
-def _codecs() -> dict[str, str | None]:
-    """What could inflate archives, by the C function or the module that is needed. None: not found."""
-    return {
-        "deflate (PyPI)": _exporter("deflate", "libdeflate_deflate_decompress_ex"),
-        "zlib-ng (PyPI)": _exporter("zlib_ng", "zng_inflate"),
-        "libdeflate (system)": _exporting("libdeflate.so.0", "libdeflate_deflate_decompress_ex"),
-        "zlib (standard library)": zlib.ZLIB_RUNTIME_VERSION,
-        "zstandard (PyPI)": _version("zstandard"),
-        "zstd (standard library)": platform.python_version() if sys.version_info >= (3, 14) else None,
-    }
+def _codecs() -> dict[str, str]:
+    """The library that inflates each method, or what to install."""
+    from tdgpu.errors import NotSupported
+    from tdgpu.transfer import codecs
 
-
-def _exporter(package: str, function: str) -> str | None:
-    """The extension module of the package that exports the C function."""
-    spec = importlib.util.find_spec(package)  # finds it without running it
-    if spec is None:
-        return None
-    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
-    candidates = [str(file) for folder in folders for file in sorted(folder.glob("*.so"))]
-    if spec.origin is not None and spec.origin.endswith(".so"):
-        candidates.append(spec.origin)
-    return next((file for file in candidates if _exporting(file, function)), None)
-
-
-def _exporting(library: str, function: str) -> str | None:
-    """The library, if it can be opened and exports the C function."""
-    try:
-        return library if hasattr(ctypes.CDLL(library), function) else None
-    except OSError:
-        return None
+    found = {}
+    for name in codecs.PLACES:
+        try:
+            found[name] = codecs.find(name)
+        except NotSupported as error:
+            found[name] = f"missing: {error.message}"
+    return found
 
 
 def _cupy() -> dict[str, str | None]:

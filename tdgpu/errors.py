@@ -15,13 +15,16 @@ too short [key 'obs'; file /data/run/obs.memmap; wanted 40 bytes, found 7; save 
 from __future__ import annotations
 
 import os
+import zipfile
 from typing import Any
 
 Key = tuple[str, ...]
 
 __all__ = [
+    "ArchiveError",
     "ArchiveNotSupported",
     "CaptureError",
+    "ChecksumError",
     "DeviceError",
     "ForkError",
     "FormatError",
@@ -36,6 +39,7 @@ __all__ = [
     "NotSupported",
     "OutMismatchError",
     "PickleRefused",
+    "SaveExists",
     "SaveNotFound",
     "SubpathError",
     "TdgpuError",
@@ -43,6 +47,11 @@ __all__ = [
     "UnknownClassError",
     "UnknownKeyError",
 ]
+
+
+def _shortened(text: str) -> str:
+    """The text, or its two ends: names in a hostile archive can be as long as they like."""
+    return text if len(text) <= 600 else f"{text[:300]} ... {text[-200:]}"
 
 
 def _rebuild(cls: type[TdgpuError], message: str, fields: dict[str, Any]) -> TdgpuError:
@@ -81,9 +90,9 @@ class TdgpuError(Exception):
     def __str__(self) -> str:
         facts = []
         if self.key is not None:
-            facts.append(f"key {'/'.join(self.key)!r}" if self.key else "the root")
+            facts.append(f"key {_shortened('/'.join(self.key))!r}" if self.key else "the root")
         if self.file is not None:
-            facts.append(f"file {self.file}")
+            facts.append(f"file {_shortened(self.file)}")
         if self.wanted is not None and self.found is not None:
             facts.append(f"wanted {self.wanted} bytes, found {self.found}")
         if self.save is not None and self.save != self.file:
@@ -112,6 +121,10 @@ class SubpathError(InvalidArgument):
 
 class OutMismatchError(InvalidArgument):
     """``out`` cannot take this save: another device, another number of stacked members."""
+
+
+class SaveExists(TdgpuError, RuntimeError):
+    """There is something at the path already, and ``existsok=False``."""
 
 
 class LockedOutError(TdgpuError, RuntimeError):
@@ -154,6 +167,10 @@ class KeyEscapeError(FormatError):
     """A key, link or subpath leads outside the save."""
 
 
+class ArchiveError(FormatError, zipfile.BadZipFile):
+    """The archive's own structure is damaged or refused: its directory, a header, a name, an index, a method."""
+
+
 class MissingLeafError(TdgpuError, FileNotFoundError):
     """A leaf, child or stack member that the metadata names is not on disk."""
 
@@ -179,6 +196,10 @@ class LoadError(TransferError, OSError):
     """A leaf could not be read although its size was right when the load began."""
 
     __str__ = TdgpuError.__str__
+
+
+class ChecksumError(LoadError, zipfile.BadZipFile):
+    """An archive's entry does not inflate to the bytes that the archive promises: damaged, or of another size."""
 
 
 class DeviceError(TransferError):

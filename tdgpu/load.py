@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict, is_memmap_archive, is_tensor_collection
+from tensordict import is_tensor_collection
 
-from tdgpu.errors import ArchiveNotSupported, InvalidArgument, InvalidArgumentType, NotSupported
-from tdgpu.layout import directory, objects
+from tdgpu.errors import InvalidArgument, InvalidArgumentType
+from tdgpu.layout import objects, reader
 from tdgpu.layout.assemble import assemble
-from tdgpu.layout.mapped import mapped
+from tdgpu.layout.mapped import Mapper, check_mode
 from tdgpu.layout.placeholders import Placeholders, fake_is_active
 from tdgpu.layout.places import check_out, places
+from tdgpu.layout.rows import check, narrow
 from tdgpu.layout.tree import Leaf, Save
-from tdgpu.transfer import LoadFuture, Transfer, start
+from tdgpu.transfer import LoadFuture, Transfer, host, start
 from tdgpu.transfer.progress import bar
 
 __all__ = ["load_memmap"]
+
+_CPU = torch.device("cpu")
 
 
 def load_memmap(
@@ -36,7 +40,8 @@ def load_memmap(
     num_threads: int = 0,
     allow_pickle: bool | None = None,
     return_early: bool = False,
-    rows: Any = None,
+    rows: slice | None = None,
+    verify: bool = False,
     progress: bool = False,
 ) -> Any:
     """Loads what ``TensorDict.memmap`` or ``save`` wrote.
@@ -62,28 +67,43 @@ def load_memmap(
         robust_key: whether keys are percent-encoded in file names (True, None), or used as they are (False).
         subpath: the nested level to load, as a nested key or a ``"/"``-separated path.
         mode: how files are mapped: ``"r"``, writes to the leaves stay in memory; ``"r+"``, they reach the files; None,
-            ``"r+"`` where the file can be written, else ``"r"``. Without effect where nothing is mapped.
-        num_threads: threads that inflate the leaves of a compressed archive on the CPU. Without effect on directories.
+            ``"r+"`` where a directory's file can be written, else ``"r"``. Without effect where nothing is mapped.
+        num_threads: native threads that inflate an archive's leaves on the CPU; 0 inflates one after the other. For an
+            accelerator, how many of its reader threads (option ``threads``) may work on this load; 0 for all of them.
         allow_pickle: whether pickled non-tensor data may be loaded, which can run any code. None loads it and warns.
         return_early: return a :class:`tdgpu.LoadFuture` instead: nothing waits until its ``result()``.
-        rows: not supported yet.
-        progress: show a progress bar while a blocking load to an accelerator runs.
+        rows: a slice without a step: load only those rows, along the first batch dimension of what is loaded (of
+            ``subpath``, if given). The result is what indexing the whole loaded object gives, and only the bytes of
+            those rows are read; of a compressed archive, the blocks that hold them, or the whole leaf where it has no
+            blocks. Bounds are those of a list: ``slice(-100, None)`` is the last hundred, and one past the end is the
+            end. Of a lazy stack along that dimension, only the members in the range are loaded; of a strided nested
+            leaf, those components. Non-tensor contents are read whole. The result, unless it is everything
+            (``slice(None)``), does not know the directory as its own.
+        verify: check the CRC-32 of the leaves that an archive stores uncompressed, too. What is inflated is always
+            checked. Without effect on directories, which have no checksums.
+        progress: show a progress bar while a blocking load moves or inflates bytes.
 
     Returns:
         The saved class: a TensorDict, a tensorclass, a lazy stack; or ``out``; or a future. It is not locked, and its
         ``device`` is where its leaves are.
 
     Raises:
-        InvalidArgument: an unknown ``mode``, a file that is no archive (a ValueError).
-        InvalidArgumentType: an ``allow_pickle`` that is no bool, an ``out`` that is no collection (a TypeError).
+        InvalidArgument: an unknown ``mode``, a file that is no archive, ``rows`` with a step or of a save without a
+            batch dimension (a ValueError).
+        InvalidArgumentType: an ``allow_pickle`` that is no bool, an ``out`` that is no collection, ``rows`` that are no
+            slice of integers (a TypeError).
         SubpathError: ``subpath`` names no saved level (a ValueError).
         SaveNotFound: there is no save (a FileNotFoundError).
         MissingLeafError: a leaf, child or stack member is missing (a FileNotFoundError).
-        LeafSizeError: a leaf's file is shorter than its tensor (a RuntimeError).
-        FormatError: malformed metadata, an unknown class, a key that leads outside the save (a RuntimeError).
+        LeafSizeError: a leaf's file is shorter than its tensor, or an archive's entry of another size (a RuntimeError).
+        FormatError: malformed metadata, an unknown class, a key that leads outside the save, rows that contradict each
+            other (a RuntimeError).
+        ArchiveError: the archive's directory or one of its headers is damaged or refused (a ``zipfile.BadZipFile``).
         OutMismatchError, LockedOutError: ``out`` cannot take the save (a ValueError, a RuntimeError).
         PickleRefused: pickled data with ``allow_pickle=False`` (a RuntimeError).
-        ArchiveNotSupported, NotSupported: not possible yet, or not in torch (a NotImplementedError).
+        ArchiveNotSupported: ``mode="r+"``, and a leaf of an archive that writes cannot reach (a NotImplementedError).
+        NotSupported: not possible in torch, or not on this machine (a NotImplementedError).
+        ChecksumError: an entry does not inflate to what the archive promises (an OSError, a ``zipfile.BadZipFile``).
         TransferError: the bytes could not be moved (a RuntimeError). A load that returned before says so later.
         PermissionError: ``mode="r+"``, and a file that cannot be written.
 
@@ -103,62 +123,70 @@ def load_memmap(
         raise InvalidArgumentType(f"allow_pickle must be a bool or None, got {allow_pickle!r}.")
     if out is not None and not is_tensor_collection(out):
         raise InvalidArgumentType(f"out must be a tensor collection, got a {type(out).__name__}.")
-    if rows is not None:
-        raise NotSupported("load_memmap(rows=...) is not supported yet: index the memory-mapped result instead.")
+    wanted_rows = None if rows is None else check(rows)
+    # So many threads inflate on the CPU, 0 being one after the other; on a device at most so many of the engine's.
+    threads = operator.index(num_threads)
     started = time.perf_counter()
     target = None if device is None else torch.device(device)
-    if os.path.isfile(prefix) and is_memmap_archive(Path(prefix)):
-        return _load_archive(
-            Path(prefix), target, non_blocking, return_early, out=out, robust_key=robust_key, subpath=subpath,
-            mode=mode, num_threads=num_threads, allow_pickle=allow_pickle,
-        )  # fmt: skip
-
     fake = fake_is_active()
     structure_only = fake or (target is not None and target.type == "meta")
-    save = directory.read(prefix, subpath=subpath, robust_key=robust_key, check=not structure_only)
-    objects.resolve(save, allow_pickle)
-    check_out(save, target, out)
-    where = places(save, target, out)
+    save = reader.read(prefix, subpath=subpath, robust_key=robust_key, check=not structure_only)
+    with contextlib.closing(save):
+        objects.resolve(save, allow_pickle)
+        whole = save
+        if wanted_rows is not None:
+            save = narrow(save, wanted_rows)
+        check_mode(save, mode, structure_only=structure_only)
+        check_out(save, target, out)
+        where = places(save, target, out)
 
-    def build(provide: Callable[[Leaf], torch.Tensor]) -> Any:
-        return assemble(
-            save, provide, device=target, out=out, allow_pickle=allow_pickle, robust_key=robust_key, mode=mode,
-            keep_prefix=not fake,
-        )  # fmt: skip
+        def build(provide: Callable[[Leaf], torch.Tensor]) -> Any:
+            return assemble(
+                save, provide, device=target, out=out, allow_pickle=allow_pickle, robust_key=robust_key, mode=mode,
+                keep_prefix=not fake and save is whole,
+            )  # fmt: skip
 
-    on_host = _host_leaves(save, where, mode, fake)
-    accelerators = {} if structure_only else _by_accelerator(where)
-    if not accelerators:
-        result = build(on_host)
-        path = "structure" if structure_only else "mapped"
-        return LoadFuture(result, save, [], path=path, started=started) if return_early else result
+        on_host = _host_leaves(save, where, mode, fake)
+        moving = {} if structure_only else _moving(where)
+        if verify and not structure_only:
+            _verify_stored(save, where, threads)
+        if not moving:
+            result = build(on_host)
+            path = "structure" if structure_only else "mapped"
+            return LoadFuture(result, save, [], path=path, started=started) if return_early else result
 
-    transfers: dict[torch.device, Transfer] = {}
-    try:
-        for accelerator, leaves in accelerators.items():
-            transfers[accelerator] = start(save.prefix, leaves, accelerator, early=return_early)
+        transfers: dict[torch.device, Transfer] = {}
+        try:
+            for place, leaves in moving.items():
+                if place.type == "cpu":
+                    transfers[place] = host.start(save.prefix, leaves, threads=threads)
+                else:
+                    transfers[place] = start(
+                        save.prefix, leaves, place, early=return_early, verify=verify, most_threads=max(threads, 0)
+                    )
+            carrier = {leaf: transfers[place] for place, leaves in moving.items() for leaf in leaves}
 
-        def provide(leaf: Leaf) -> torch.Tensor:
-            place = where[leaf]
-            transfer = None if place is None else transfers.get(place)
-            return on_host(leaf) if transfer is None else transfer.tensor(leaf)
+            def provide(leaf: Leaf) -> torch.Tensor:
+                transfer = carrier.get(leaf)
+                return on_host(leaf) if transfer is None else transfer.tensor(leaf)
 
-        if not (non_blocking or return_early):
-            # First the bytes, so that an `out` is left as it was where they cannot be had.
+            if not (non_blocking or return_early):
+                # First the bytes, so that an `out` is left as it was where they cannot be had.
+                for transfer in transfers.values():
+                    what = "inflating" if transfer.device.type == "cpu" else f"loading to {transfer.device}"
+                    with bar(what, transfer.flight.nbytes, enabled=progress) as tell:
+                        transfer.synchronize(tell)
+            result = build(provide)
+            if return_early:
+                return LoadFuture(result, save, list(transfers.values()), started=started)
+            if non_blocking:
+                for transfer in transfers.values():
+                    transfer.wait()
+                    transfer.leave()
+        except BaseException:
             for transfer in transfers.values():
-                with bar(f"loading to {transfer.device}", transfer.flight.nbytes, enabled=progress) as tell:
-                    transfer.synchronize(tell)
-        result = build(provide)
-        if return_early:
-            return LoadFuture(result, save, list(transfers.values()), started=started)
-        if non_blocking:
-            for transfer in transfers.values():
-                transfer.wait()
-                transfer.leave()
-    except BaseException:
-        for transfer in transfers.values():
-            transfer.cancel()
-        raise
+                transfer.cancel()
+            raise
     return result
 
 
@@ -166,10 +194,11 @@ def _host_leaves(
     save: Save, where: dict[Leaf, torch.device | None], mode: str | None, fake: bool
 ) -> Callable[[Leaf], torch.Tensor]:
     """What makes the leaves that need no transfer: mapped on the CPU, meta, or fake."""
+    mapper = Mapper(save, mode)
 
     def on_cpu(leaf: Leaf) -> torch.Tensor:
         place = where[leaf]
-        tensor = mapped(leaf, mode)
+        tensor = mapper(leaf)
         return tensor if place is None else tensor.to(place)
 
     def maker(place: torch.device | None) -> Callable[[Leaf], torch.Tensor]:
@@ -182,26 +211,27 @@ def _host_leaves(
     return lambda leaf: makers[where[leaf]](leaf)
 
 
-def _by_accelerator(where: dict[Leaf, torch.device | None]) -> dict[torch.device, list[Leaf]]:
-    """The leaves that have bytes to be moved, by the accelerator they go to."""
+def _moving(where: dict[Leaf, torch.device | None]) -> dict[torch.device, list[Leaf]]:
+    """The leaves whose bytes must be moved, by where they go: to an accelerator, or inflated to the CPU."""
     found: dict[torch.device, list[Leaf]] = {}
     for leaf, place in where.items():
-        if place is not None and place.type not in ("cpu", "meta") and leaf.extent is not None:
+        if leaf.extent is None or (place is not None and place.type == "meta"):
+            continue
+        if place is not None and place.type != "cpu":
             found.setdefault(place, []).append(leaf)
+        elif leaf.extent.is_compressed:
+            found.setdefault(_CPU, []).append(leaf)
     return found
 
 
-def _load_archive(
-    prefix: Path, device: torch.device | None, non_blocking: bool, return_early: bool, **arguments: Any
-) -> Any:
-    """An archive, which so far tensordict's own loader reads, on the CPU only."""
-    out = arguments["out"]
-    wanted = device if device is not None or out is None else out.device
-    if wanted is not None and wanted.type != "cpu":
-        raise ArchiveNotSupported(
-            f"An archive cannot be loaded on {wanted} yet: unpack it into a directory"
-            " (tensordict.unpack_memmap), or load it on the CPU.",
-            save=prefix,
-        )
-    result = TensorDict.load_memmap(prefix, device, non_blocking, **arguments)
-    return LoadFuture(result, None, [], path="mapped") if return_early else result
+def _verify_stored(save: Save, where: dict[Leaf, torch.device | None], threads: int) -> None:
+    """Checks the CRC-32 of the leaves that are mapped from where an archive stores them as they are."""
+    wants = [
+        host.Want(leaf.extent, leaf.key, 0, leaf.extent.nbytes, 0)
+        for leaf, place in where.items()
+        if leaf.extent is not None
+        and leaf.extent.packed is not None
+        and not leaf.extent.is_compressed
+        and (place is None or place.type == "cpu")
+    ]
+    host.read(save.prefix, wants, threads=threads)

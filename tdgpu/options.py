@@ -19,13 +19,13 @@ from typing import Any
 
 from tdgpu.errors import InvalidArgument, InvalidArgumentType
 
-__all__ = ["Options", "get", "options"]
+__all__ = ["Options", "get", "options", "parse_size"]
 
 MiB = 1 << 20
 TiB = 1 << 40
 
 
-def _size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Bytes, from ``"16777216"``, ``"16M"``, ``"16MiB"``, ``"1g"`` or ``"1T"``."""
     units = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
     number = text.strip().lower().removesuffix("b").removesuffix("i")
@@ -42,7 +42,7 @@ def _flag(text: str) -> bool:
 
 # What each parser reads, for the error about a value that it cannot read.
 READABLE: dict[Callable[[str], Any], str] = {
-    _size: "a size in bytes, such as 16777216 or 16M",
+    parse_size: "a size in bytes, such as 16777216 or 16M",
     _flag: "1 or 0",
     int: "a whole number",
 }
@@ -71,12 +71,12 @@ class Options:
         choices=("auto", "gated", "host", "generic"),
     )  # fmt: skip
     ring_bytes: int = _option(
-        16 * MiB, "TDGPU_RING_BYTES", _size,
+        16 * MiB, "TDGPU_RING_BYTES", parse_size,
         "Pinned staging memory per device, in bytes. Read when a device is first used.",
         minimum=64 << 10, maximum=TiB,
     )  # fmt: skip
     chunk_bytes: int = _option(
-        MiB, "TDGPU_CHUNK_BYTES", _size,
+        MiB, "TDGPU_CHUNK_BYTES", parse_size,
         "Bytes of one copy. Large loads use larger chunks, up to a quarter of the ring, so that the stream's queue is"
         " not filled.",
         minimum=4 << 10, maximum=TiB,
@@ -100,7 +100,7 @@ class Options:
         "Path of tdgpu's own shared library, to run another build of it. Unset: the one in the package.",
     )  # fmt: skip
     max_metadata_bytes: int = _option(
-        256 * MiB, "TDGPU_MAX_METADATA_BYTES", _size,
+        256 * MiB, "TDGPU_MAX_METADATA_BYTES", parse_size,
         "Largest `meta.json` that is read, in bytes: a larger one raises before it is parsed.",
         minimum=1,
     )  # fmt: skip

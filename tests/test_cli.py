@@ -185,7 +185,7 @@ def test_doctor_survives_whatever_the_native_part_raises(monkeypatch):
     assert report["core"] == {"error": "ZeroDivisionError: in the driver"}
     assert report["driver"] == {"error": "not looked at: see core"}
     assert [row["device"] for row in report["devices"]] == ["cpu"]
-    assert report["codecs"]["zlib (standard library)"]
+    assert set(report["codecs"]) == {"error"} or report["codecs"]["libdeflate"]
 
 
 def test_doctor_probes_only_the_device_it_is_asked_about(monkeypatch):
@@ -228,7 +228,7 @@ def test_doctor_says_that_torch_has_no_such_device(monkeypatch):
 
 def test_doctor_says_what_the_optional_packages_are_for(call):
     _, out, _ = call("doctor")
-    assert "codecs: used for archives; optional\n" in out
+    assert "codecs: used for archives\n" in out
     assert "cupy: used for device arrays; optional\n" in out
 
 

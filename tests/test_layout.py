@@ -16,8 +16,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, is_tensorclass
 from tensordict._utils_key_json import _encode_key_for_filesystem, _is_safe_legacy_key
 from torch._subclasses import FakeTensorMode
 
-from tdgpu.errors import InvalidArgument
-from tdgpu.layout import collector, directory, keys
+from tdgpu.layout import collector, keys, reader
 from tdgpu.layout.mapped import nested_view
 from tdgpu.layout.places import concrete, places
 from tdgpu.layout.tree import Kind, Save
@@ -57,7 +56,7 @@ def test_no_two_keys_have_the_same_name(some: list[str]) -> None:
 @pytest.mark.parametrize("check", [True, False])
 def test_leaves_are_listed_with_their_bytes(tmp_path: Path, check: bool) -> None:
     SAVES["nested"](tmp_path)
-    save = directory.read(tmp_path, check=check)
+    save = reader.read(tmp_path, check=check)
     found = [(leaf.key, leaf.shape, leaf.dtype, leaf.nbytes) for leaf in save.leaves()]
     assert found == [
         (("z",), (4, 3), torch.float32, 48),
@@ -68,7 +67,7 @@ def test_leaves_are_listed_with_their_bytes(tmp_path: Path, check: bool) -> None
     assert save.nbytes == 136
     for leaf in save.leaves():
         assert leaf.extent is not None
-        assert (leaf.extent.offset, leaf.extent.nbytes, leaf.extent.codec) == (0, leaf.nbytes, None)
+        assert (leaf.extent.offset, leaf.extent.nbytes, leaf.extent.packed) == (0, leaf.nbytes, None)
         assert Path(leaf.extent.file).stat().st_size == leaf.nbytes
     assert Path(save.leaves()[3].extent.file) == tmp_path / "inner" / "deep" / "a.memmap"  # type: ignore[union-attr]
 
@@ -85,7 +84,7 @@ LISTED = set(BUILDERS) - {"sub_tensordict", "third_party", "lazy_permute", "lazy
 @pytest.mark.parametrize("name", sorted(LISTED))
 def test_a_leafs_key_is_the_one_that_a_user_writes(tmp_path: Path, name: str) -> None:
     SAVES[name](tmp_path)
-    save = directory.read(tmp_path, robust_key=name not in LEGACY)
+    save = reader.read(tmp_path, robust_key=name not in LEGACY)
     built = BUILDERS[name]()
     for leaf in save.leaves():
         value = built
@@ -117,14 +116,14 @@ def test_a_leafs_key_is_the_one_that_a_user_writes(tmp_path: Path, name: str) ->
 )
 def test_kinds(tmp_path: Path, name: str, kind: Kind) -> None:
     SAVES[name](tmp_path)
-    save = directory.read(tmp_path)
+    save = reader.read(tmp_path)
     assert save.root.kind is kind
     assert save.foreign() == ([save.root] if kind is Kind.FOREIGN else [])
 
 
 def test_leaves_below_a_foreign_level_are_not_tdgpus_to_load(tmp_path: Path) -> None:
     SAVES["sub_tensordict"](tmp_path)
-    save = directory.read(tmp_path)
+    save = reader.read(tmp_path)
     assert save.leaves() == []
     assert list(save.root.children["_source"].leaves) == ["a"]
 
@@ -141,13 +140,13 @@ def test_batch_sizes(tmp_path: Path) -> None:
     ):
         SAVES[name](tmp_path / name)
         built = BUILDERS[name]()
-        assert directory.read(tmp_path / name).root.batch_size == tuple(built.batch_size)
+        assert reader.read(tmp_path / name).root.batch_size == tuple(built.batch_size)
 
 
 def test_nested_sizes_are_real_tensors_under_a_fake_mode(tmp_path: Path) -> None:
     SAVES["nested_tensor"](tmp_path)
     with FakeTensorMode(), torch.device("meta"):
-        save = directory.read(tmp_path, check=False)
+        save = reader.read(tmp_path, check=False)
     sizes = save.root.leaves["ragged"].nested_sizes
     assert sizes is not None
     assert type(sizes) is torch.Tensor
@@ -156,15 +155,9 @@ def test_nested_sizes_are_real_tensors_under_a_fake_mode(tmp_path: Path) -> None
 
 def test_every_key_names_its_own_file(tmp_path: Path) -> None:
     SAVES["keys"](tmp_path)
-    save = directory.read(tmp_path)
+    save = reader.read(tmp_path)
     assert list(save.root.leaves) == list(KEYS)
     assert len({leaf.extent.file for leaf in save.leaves() if leaf.extent}) == len(save.leaves())
-
-
-def test_an_archive_is_not_a_directory(tmp_path: Path) -> None:
-    BUILDERS["flat"]().save(tmp_path / "a.tdz")
-    with pytest.raises(InvalidArgument):
-        directory.read(tmp_path / "a.tdz")
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
@@ -177,7 +170,7 @@ def _places(save: Save, device: str | None, out: Any = None) -> dict[str, str]:
 
 def test_places(tmp_path: Path) -> None:
     SAVES["nested"](tmp_path)
-    save = directory.read(tmp_path)
+    save = reader.read(tmp_path)
     everywhere = ("z", "a", "inner/b", "inner/deep/a")
     assert _places(save, None) == dict.fromkeys(everywhere, "None")
     assert _places(save, "meta") == dict.fromkeys(everywhere, "meta")
@@ -193,7 +186,7 @@ def test_places(tmp_path: Path) -> None:
 
 def test_an_unindexed_device_matches_any_index_of_out(tmp_path: Path) -> None:
     SAVES["flat"](tmp_path)
-    save = directory.read(tmp_path)
+    save = reader.read(tmp_path)
     with FakeTensorMode():
         out = TensorDict(device="cuda:1")
         assert set(_places(save, "cuda", out).values()) == {"cuda:1"}

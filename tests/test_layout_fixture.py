@@ -16,7 +16,7 @@ from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 from test_load_host import snapshot
 from torch._subclasses import FakeTensorMode
 
-from tdgpu.layout import directory
+from tdgpu.layout import reader
 from tdgpu.load import load_memmap
 
 HERE = Path(__file__).parent / "fixtures" / "tensordict-0.15.3"
@@ -114,7 +114,7 @@ def test_raw_names() -> None:
 
 
 def test_structure() -> None:
-    save = directory.read(EVERYTHING, check=False)
+    save = reader.read(EVERYTHING, check=False)
     shapes = {leaf.key: (leaf.shape, leaf.nbytes) for leaf in save.leaves()}
     assert len(shapes) == 26
     assert shapes["int64",] == ((2, 2), 32)

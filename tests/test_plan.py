@@ -24,7 +24,7 @@ def offset_of(one: Leaf) -> int:
 
 
 def plan(leaves, early=False, ring_bytes=16 * MiB, chunk_bytes=MiB, direct=False):
-    return make_plan(leaves, CPU, chunk_bytes=chunk_bytes, ring_bytes=ring_bytes, early=early, direct=direct)
+    return make_plan(leaves, CPU, chunk_bytes=chunk_bytes, ring_bytes=ring_bytes, threads=2, early=early, direct=direct)
 
 
 def carry_out(made, contents: dict[str, bytes]) -> None:
@@ -33,7 +33,7 @@ def carry_out(made, contents: dict[str, bytes]) -> None:
         assert storage.data_ptr() + offset == chunk["destination"]
         slot = np.zeros(chunk["bytes"], np.uint8)
         for piece in made.pieces[chunk["first_piece"] : chunk["first_piece"] + chunk["piece_count"]]:
-            data = contents[made.files[piece["file"]][0]][int(piece["file_offset"]) :][: int(piece["bytes"])]
+            data = contents[made.files[piece["file"]][0]][int(piece["offset"]) :][: int(piece["bytes"])]
             at = int(piece["chunk_offset"])
             assert len(data) == piece["bytes"] and not slot[at : at + len(data)].any()
             slot[at : at + len(data)] = np.frombuffer(data, np.uint8)
@@ -87,7 +87,7 @@ def test_chunks_fit_the_ring(total, ring):
 def test_chunks_are_aligned_for_direct_reads():
     made = plan([leaf("a", 5 * MiB + 1)], direct=True)
     assert made.pieces["direct"].all()
-    assert not (made.pieces["chunk_offset"] % 4096).any() and not (made.pieces["file_offset"] % 4096).any()
+    assert not (made.pieces["chunk_offset"] % 4096).any() and not (made.pieces["offset"] % 4096).any()
 
 
 def test_events_are_spread_by_bytes():

@@ -97,7 +97,7 @@ inline tdgpu::Plan plan_of(const RandomFile& file, uint64_t destination, size_t 
         const size_t size = std::min(chunk_bytes, file.bytes.size() - start);
         tdgpu::Chunk chunk{destination + start, size, uint32_t(plan.pieces.size()), 0, 0, 0};
         for (size_t at = 0; at < size; at += piece_bytes) {
-            plan.pieces.push_back({start + at, std::min(piece_bytes, size - at), at, 0, 0});
+            plan.pieces.push_back({start + at, std::min(piece_bytes, size - at), at, 0, 0, 0, 0});
             chunk.piece_count++;
         }
         plan.chunks.push_back(chunk);

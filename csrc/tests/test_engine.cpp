@@ -256,7 +256,7 @@ void inconsistent_plans_are_refused() {
     refused([](Plan& plan) { plan.pieces[3].file = 1; });
     refused([](Plan& plan) { plan.pieces[3].bytes = 501; });
     refused([](Plan& plan) { plan.pieces[3].chunk_offset = ~0ull; });
-    refused([](Plan& plan) { plan.pieces[3].file_offset = ~0ull; });
+    refused([](Plan& plan) { plan.pieces[3].offset = ~0ull; });
     refused([](Plan& plan) { plan.chunks[1].first_piece = 0; });
     refused([](Plan& plan) { plan.chunks[1].piece_count = 4'000'000'000u; });
     refused([](Plan& plan) { plan.chunks[0].bytes = 1 << 30; });
@@ -336,7 +336,7 @@ void files_are_opened_one_at_a_time() {
     for (unsigned i = 0; i < 300; i++) {
         files.push_back(std::make_unique<RandomFile>(100 + i, i));
         plan.files.push_back({files.back()->path, 0});
-        plan.pieces.push_back({0, files.back()->bytes.size(), expected.size(), i, 0});
+        plan.pieces.push_back({0, files.back()->bytes.size(), expected.size(), i, 0, 0, 0});
         expected.insert(expected.end(), files.back()->bytes.begin(), files.back()->bytes.end());
     }
     Bench bench;

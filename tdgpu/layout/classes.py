@@ -12,21 +12,21 @@ from tdgpu.errors import UnknownClassError
 from tdgpu.layout.files import Where
 from tdgpu.layout.tree import Kind
 
-__all__ = ["is_tensorclass_name", "kind_of", "resolve"]
+__all__ = ["class_id", "is_tensorclass_name", "kind_of", "resolve"]
 
 
 # The module, which ``import tensordict.tensorclass`` does not give: that attribute is the decorator of the same name.
 TENSORCLASS = sys.modules["tensordict.tensorclass"]
 
 
-def _class_id(cls: type) -> str:
+def class_id(cls: type) -> str:
     """The identifier of a class in ``meta.json``: ``tensordict:`` for what tensordict exports, else its module."""
     module = "tensordict" if getattr(tensordict, cls.__qualname__, None) is cls else cls.__module__
     return f"{module}:{cls.__qualname__}"
 
 
 _TENSORDICT_TYPE = str(TensorDict)
-_TENSORDICT_ID = _class_id(TensorDict)
+_TENSORDICT_ID = class_id(TensorDict)
 
 
 def _registered() -> tuple[type, ...]:
@@ -47,7 +47,7 @@ def resolve(meta: dict[str, Any], where: Where) -> type:
     identifier = meta.get("_class")
     if type_name == _TENSORDICT_TYPE or identifier == _TENSORDICT_ID:
         return TensorDict
-    by_id = [cls for cls in _registered() if identifier is not None and _class_id(cls) == identifier]
+    by_id = [cls for cls in _registered() if identifier is not None and class_id(cls) == identifier]
     by_name = [cls for cls in _registered() if str(cls) == type_name]
     for cls in by_id + by_name:
         if hasattr(cls, "_load_memmap"):

@@ -13,7 +13,8 @@ from typing import Any
 from tdgpu.errors import FormatError, MissingLeafError, PickleRefused, UnknownClassError
 from tdgpu.layout import metadata
 from tdgpu.layout.classes import TENSORCLASS
-from tdgpu.layout.files import Where, exists, read_small
+from tdgpu.layout.files import Where
+from tdgpu.layout.store import Store
 from tdgpu.layout.tree import Kind, Level, Save
 
 __all__ = ["build_stack", "resolve"]
@@ -41,32 +42,32 @@ def resolve(save: Save, allow_pickle: bool | None) -> None:
         if level.objects is not None:
             continue
         if level.kind in _FIELDS:
-            level.objects = _fields(level, save.prefix, allow_pickle)
+            level.objects = _fields(level, save.prefix, save.store, allow_pickle)
         elif level.kind is Kind.NON_TENSOR_STACK:
-            level.objects = _stack(level, save.prefix, allow_pickle)
+            level.objects = _stack(level, save.prefix, save.store, allow_pickle)
 
 
-def _fields(level: Level, save: str, allow_pickle: bool | None) -> dict[str, Any]:
+def _fields(level: Level, save: str, store: Store, allow_pickle: bool | None) -> dict[str, Any]:
     """The non-tensor fields of a tensorclass."""
     fields = {key: value for key, value in level.meta.items() if key != "_type"}
     where = Where(save, level.key, os.path.join(level.path, "other.pickle"))
-    if not exists(where.file):
+    if not store.exists(where.file):
         return fields
-    pickled = read_small(where, missing=MissingLeafError)
-    types = _json_types(level, save, pickled)
+    pickled = store.read_small(where, missing=MissingLeafError)
+    types = _json_types(level, save, store, pickled)
     more = _unpickle(pickled, where, allow_pickle) if types is None else types
     if not isinstance(more, dict):
         raise where.malformed(f"The pickled fields are not a dict but a {type(more).__name__}.")
     return {**fields, **more}
 
 
-def _json_types(level: Level, save: str, pickled: bytes) -> dict[str, type] | None:
+def _json_types(level: Level, save: str, store: Store, pickled: bytes) -> dict[str, type] | None:
     """The classes that a pickle of nothing but classes holds, without unpickling it; None if they are not recorded."""
     where = Where(save, level.key, os.path.join(level.path, "json_types.json"))
-    if not exists(where.file):
+    if not store.exists(where.file):
         return None
     bound = max(1 << 20, len(pickled))  # it names what the pickle holds, and is about as long
-    recorded = metadata.parse(read_small(where, missing=MissingLeafError, bound=bound), where)
+    recorded = metadata.parse(store.read_small(where, missing=MissingLeafError, bound=bound), where)
     # A pickle that an older writer replaced no longer has this hash: then the record is stale.
     if recorded.get("pickle_sha256") != hashlib.sha256(pickled).hexdigest():
         return None
@@ -79,7 +80,7 @@ def _json_types(level: Level, save: str, pickled: bytes) -> dict[str, type] | No
     return {key: TENSORCLASS._JSON_TYPES[name] for key, name in names.items()}
 
 
-def _stack(level: Level, save: str, allow_pickle: bool | None) -> list[Any]:
+def _stack(level: Level, save: str, store: Store, allow_pickle: bool | None) -> list[Any]:
     """The values of a NonTensorStack, which are saved together."""
     where = Where(save, level.key, os.path.join(level.path, "meta.json"))
     data = level.meta["data"]
@@ -87,7 +88,7 @@ def _stack(level: Level, save: str, allow_pickle: bool | None) -> list[Any]:
         if data != "pickle.pkl":
             raise where.malformed(f"The values of a NonTensorStack are in 'pickle.pkl', not in {data!r}.")
         where = where._replace(file=os.path.join(level.path, data))
-        data = _unpickle(read_small(where, missing=MissingLeafError), where, allow_pickle)
+        data = _unpickle(store.read_small(where, missing=MissingLeafError), where, allow_pickle)
     if not isinstance(data, list):
         raise where.malformed(f"The values of a NonTensorStack are not a list but a {type(data).__name__}.")
     if _is_deep(data):
@@ -106,11 +107,17 @@ def _is_deep(data: list[Any]) -> bool:
 
 
 def build_stack(level: Level, save: str) -> Any:
-    """The NonTensorStack of a level whose values have been read."""
+    """The NonTensorStack of a level whose values have been read; if none of them is wanted, it holds the first."""
     where = Where(save, level.key, os.path.join(level.path, "meta.json"))
     raw = level.meta.get("device", "None")
     device = None if raw is None else metadata.saved_device(raw, where)
-    return level.cls._from_list(level.objects, device=device)  # type: ignore[attr-defined]
+    values = level.objects
+    build = level.cls._from_list  # type: ignore[attr-defined]
+    if level.rows is None:
+        return build(values, device=device)
+    # Only what is wanted is built. Lists of one length are a dimension of the stack, which all of the values decide.
+    deep = all(isinstance(value, list) and len(value) == len(values[0]) for value in values)
+    return build(values[level.rows] or values[:1], device=device, ndim=None if deep else 1)
 
 
 def _unpickle(data: bytes, where: Where, allow_pickle: bool | None) -> Any:

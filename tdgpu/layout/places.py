@@ -100,6 +100,9 @@ def _route(save: Save, level: Level, out: Any, device: torch.device | None, foun
     elif level.kind is Kind.LAZY_STACK:
         if issubclass(level.cls, NonTensorStack):
             out = None
+        if out is not None and level.rows == slice(0, 0):
+            device = _agree(save, level, out, device)
+            out = None  # a stack without members is no stack, so that there is nothing in `out` to fill
         members = [None] * len(level.children) if out is None else _members(save, level, out)
         for child, member in zip(level.children.values(), members, strict=True):
             _route(save, child, member, device, found)

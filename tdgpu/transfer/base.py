@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
-from tdgpu.errors import LoadError, TransferError
-from tdgpu.layout.tree import Leaf
+from tdgpu.errors import ChecksumError, LoadError, TransferError
+from tdgpu.layout.tree import Key, Leaf, Packed
 from tdgpu.transfer import native
-from tdgpu.transfer.plan import LoadPlan
 
 
 class Flight(abc.ABC):
@@ -21,15 +19,18 @@ class Flight(abc.ABC):
     there leaves it with the device's watcher.
     """
 
-    def __init__(self, save: str, plan: LoadPlan, path: str) -> None:
+    def __init__(
+        self, save: str, names: Sequence[tuple[Key, Packed | None]], nbytes: int, work: native.Work, path: str
+    ) -> None:
+        """``names``: what ``work.pieces["leaf"]`` counts, by its key and what an archive says of it."""
         self.save = save
         self.path = path
-        self.nbytes = plan.nbytes
-        self.leaf_count = len(plan.leaves)
+        self.nbytes = nbytes
+        self.leaf_count = len(names)
         # Only what names a failed piece is kept: neither the tensors nor their storages.
-        self._piece_leaf = plan.piece_leaf
-        self._keys = [leaf.key for leaf in plan.leaves]
-        self._files = plan.files
+        self._pieces = work.pieces
+        self._names = names
+        self._files = work.files
         self.was_raised = False  # a call has raised the failure: no other one needs to
         self.is_watched = False
 
@@ -81,28 +82,48 @@ class Flight(abc.ABC):
             if isinstance(error, TransferError):
                 error.save = self.save
             return error
-        leaf = int(self._piece_leaf[report.piece])
-        what = (
-            "A leaf's file ended early"
-            if report.cause == "truncated"
-            else f"A leaf's file cannot be read: {report.message}"
-        )
-        return LoadError(
-            f"{what}. Its bytes from there on are 0xFF on the device; do not use the result.",
-            save=self.save, key=self._keys[leaf], file=self._files[leaf][0], wanted=report.wanted, found=report.found,
+        piece = self._pieces[report.piece]
+        key, packed = self._names[int(piece["leaf"])]
+        return failed_piece(
+            report, self.save, key, self._files[int(piece["file"])][0], packed,
+            "Its bytes from there on are 0xFF; do not use the result.",
         )  # fmt: skip
+
+
+def failed_piece(
+    report: native.Report, save: str, key: Key, file: str, packed: Packed | None, consequence: str = ""
+) -> LoadError:
+    """The exception for a piece that the core could not read or inflate."""
+    what = "A leaf's file" if packed is None else f"The entry {packed.name!r}"
+    if report.cause == "damaged":
+        # The core counts no bytes here; its words say what was promised.
+        return ChecksumError(
+            f"{what} is damaged: {report.message}. {consequence}".rstrip(), save=save, key=key, file=file
+        )
+    if report.cause == "truncated":
+        happened = "ended early" if packed is None else "is cut off by the archive's end"
+    else:
+        happened = f"cannot be read: {report.message}"
+    return LoadError(
+        f"{what} {happened}. {consequence}".rstrip(),
+        save=save,
+        key=key,
+        file=file,
+        wanted=report.wanted,
+        found=report.found,
+    )
 
 
 class Transfer(abc.ABC):
     """A load with its tensors, which may be used in a stream's order once that stream was made to wait."""
 
-    def __init__(self, plan: LoadPlan, flight: Flight, device: torch.device, watch: Callable[[Flight], None]) -> None:
+    def __init__(
+        self, device: torch.device, flight: Flight, tensors: dict[Leaf, torch.Tensor], watch: Callable[[Flight], None]
+    ) -> None:
         self.device = device
         self.flight = flight
         self._watch = watch
-        self._tensors = plan.tensors()
-        self._last_chunk = dict(zip(plan.leaves, plan.last_chunk, strict=True))
-        self._event_chunks = np.flatnonzero(plan.chunks["event"])
+        self._tensors = tensors
 
     def tensor(self, leaf: Leaf) -> torch.Tensor:
         """The leaf's tensor, filled or not."""
@@ -113,14 +134,8 @@ class Transfer(abc.ABC):
         return leaf in self._tensors
 
     def position(self, leaf: Leaf) -> int:
-        """When the leaf is complete, in the order of the copies."""
-        return self._last_chunk[leaf]
-
-    def _event(self, leaf: Leaf | None) -> int:
-        """The first event behind the leaf's last chunk; for None the end."""
-        if leaf is None:
-            return len(self._event_chunks)
-        return int(np.searchsorted(self._event_chunks, self._last_chunk[leaf]))
+        """When the leaf is complete, in the order of the copies. Without such an order, all are at the end."""
+        return 0
 
     @abc.abstractmethod
     def wait(self, leaf: Leaf | None = None) -> None:

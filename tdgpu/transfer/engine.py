@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from tdgpu.errors import DeviceError, TransferError
@@ -48,7 +49,9 @@ class DeviceEngine:
             raise DeviceError(f"TDGPU_PATH=gated, but {self.device} cannot: {self.native.why_host}.")
         return "host" if wanted == "host" or self.native.why_host else "gated"
 
-    def start(self, save: str, leaves: Sequence[Leaf], *, early: bool) -> DeviceTransfer:
+    def start(
+        self, save: str, leaves: Sequence[Leaf], *, early: bool, verify: bool, most_threads: int
+    ) -> DeviceTransfer:
         """Allocates, enqueues everything, and returns while the bytes are still on their way."""
         settings = get_options()
         stream = streams.current_stream(self.device)
@@ -68,8 +71,11 @@ class DeviceEngine:
                     self.device,
                     chunk_bytes=settings.chunk_bytes,
                     ring_bytes=self.native.ring_bytes,
+                    threads=self.native.threads,
                     early=early,
                     direct=settings.direct_io,
+                    verify=verify,
+                    most_threads=most_threads,
                 )
                 return self._enqueue(plan, DeviceFlight(save, plan, road, native.Transfer(self.native)), stream)
             finally:
@@ -77,7 +83,7 @@ class DeviceEngine:
 
     def _enqueue(self, plan: LoadPlan, flight: DeviceFlight, stream: torch.Stream) -> DeviceTransfer:
         try:
-            flight.native.begin(plan.files, plan.pieces, plan.chunks, plan.events, streams.handle(stream))
+            flight.native.begin(plan.work, plan.events, streams.handle(stream))
             while not flight.native.pump():
                 pass
             self.watcher.add(flight)
@@ -111,7 +117,7 @@ class DeviceFlight(Flight):
     """A load that the native engine carries."""
 
     def __init__(self, save: str, plan: LoadPlan, path: str, transfer: native.Transfer) -> None:
-        super().__init__(save, plan, path)
+        super().__init__(save, plan.names(), plan.nbytes, plan.work, path)
         self.native = transfer
         self.end = plan.events
 
@@ -141,11 +147,22 @@ class DeviceTransfer(Transfer):
     """
 
     def __init__(self, plan: LoadPlan, flight: DeviceFlight, engine: DeviceEngine, stream: torch.Stream) -> None:
-        super().__init__(plan, flight, engine.device, engine.watcher.watch)
+        super().__init__(engine.device, flight, plan.tensors(), engine.watcher.watch)
         self.flight: DeviceFlight = flight
+        self._last_chunk = dict(zip(plan.leaves, plan.last_chunk, strict=True))
+        self._event_chunks = np.flatnonzero(plan.chunks["event"])
         self._stream = stream
         self._settled = weakref.finalize(self, _settle, flight, stream, plan.values, engine.watcher)
         self._settled.atexit = False
+
+    def position(self, leaf: Leaf) -> int:
+        return self._last_chunk[leaf]
+
+    def _event(self, leaf: Leaf | None) -> int:
+        """The first event behind the leaf's last chunk; for None the end."""
+        if leaf is None:
+            return len(self._event_chunks)
+        return int(np.searchsorted(self._event_chunks, self._last_chunk[leaf]))
 
     def wait(self, leaf: Leaf | None = None) -> None:
         current = streams.current_stream(self.device)

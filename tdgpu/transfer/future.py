@@ -24,8 +24,9 @@ class LoadProgress:
         moved: bytes read from the files so far; 0 where nothing is moved (paths ``"mapped"`` and ``"structure"``).
         seconds: since the call, or until the load was seen to be over.
         path: what carries the bytes: ``"gated"`` (the gated copy stream), ``"host"`` (copies enqueued by the calling
-            thread), ``"generic"`` (torch's own copies), ``"mapped"`` (leaves are mapped on the CPU, read when touched),
-            ``"structure"`` (meta or fake tensors: there are no bytes). Several are joined by ``"+"``.
+            thread), ``"generic"`` (torch's own copies), ``"inflated"`` (an archive's compressed leaves on the CPU),
+            ``"mapped"`` (leaves are mapped on the CPU, read when touched), ``"structure"`` (meta or fake tensors: there
+            are no bytes). Several are joined by ``"+"``.
     """
 
     leaves: int
@@ -62,14 +63,14 @@ class LoadFuture:
     def __init__(
         self,
         result: Any,
-        save: Save | None,
+        save: Save,
         transfers: Sequence[Transfer],
         path: str = "",
         started: float | None = None,
     ) -> None:
         self._result = result
         self._save = save
-        self._leaves = [] if save is None else [leaf for leaf in save.leaves() if leaf.extent is not None]
+        self._leaves = [leaf for leaf in save.leaves() if leaf.extent is not None]
         self._transfers = list(transfers)
         self._path = path
         self._started = time.perf_counter() if started is None else started
@@ -77,6 +78,8 @@ class LoadFuture:
 
     def result(self) -> Any:
         """The loaded collection. The current stream of its device waits for all of it; the host goes on.
+
+        On the CPU it is the host that waits: for an archive's compressed leaves to be inflated.
 
         Raises:
             LoadError: a leaf could not be read, as far as is known by now. A failure after that is reported as for
@@ -106,11 +109,9 @@ class LoadFuture:
         wanted = (key,) if isinstance(key, str) else key
         if not isinstance(wanted, tuple) or not all(isinstance(part, str) for part in wanted):
             raise InvalidArgumentType(f"A key is a string or a tuple of strings, not {key!r}.")
-        # Without a tree (an archive), tensordict's own loader has filled everything already.
-        leaves = self._leaves if self._save is None else self._save.select(wanted)
-        if not wanted or leaves is None or (self._save is None and self._result.get(wanted, None) is None):
-            save = None if self._save is None else self._save.prefix
-            raise UnknownKeyError("The save has no such leaf or subtree.", save=save, key=wanted)
+        leaves = self._save.select(wanted)
+        if not wanted or leaves is None:
+            raise UnknownKeyError("The save has no such leaf or subtree.", save=self._save.prefix, key=wanted)
         # First the stream, then the value: a lazy stack stacks its members when it is asked.
         for transfer in self._transfers:
             transfer.flight.raise_failure()

@@ -1,18 +1,17 @@
 """The same contract with torch alone, for accelerators without the driver table (ROCm, XPU, MPS, ...).
 
-Native readers fill a few host buffers, pinned where torch can; a side stream copies them to the device; an event behind
-the last copy orders the caller's stream. Who enqueues is the calling thread, or, for an early future, a thread.
+Native readers fill a ring of host memory, pinned where torch can; a side stream copies its chunks to the device; an
+event behind the last copy orders the caller's stream. Who enqueues is the calling thread, or, for an early future, a
+thread.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import threading
 import weakref
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from tdgpu.errors import TdgpuError, TransferError
@@ -23,45 +22,42 @@ from tdgpu.transfer.base import Flight, Transfer
 from tdgpu.transfer.plan import LoadPlan, make_plan
 from tdgpu.transfer.watcher import Watcher
 
-BUFFERS = 4
-
 
 class GenericEngine:
-    """A device's host buffers, side stream and readers."""
+    """A device's ring of host memory, its side stream and its readers."""
 
     def __init__(self, device: torch.device) -> None:
         settings = get_options()
         self.device = device
         self.settings = settings
-        self.ring_bytes = settings.ring_bytes
         self.watcher = Watcher(device)
-        self.readers = native.Readers(settings.threads)
-        # One load at a time uses the buffers; a thread of an early future may be the one.
+        # One load at a time uses the ring; a thread of an early future may be the one.
         self.lock = threading.Lock()
-        self.buffers, self.are_pinned = self._make_buffers()
-        self.free = collections.deque(range(BUFFERS))
-        self.copies: collections.deque[tuple[int, torch.Event]] = collections.deque()
+        self.ring, self.is_pinned = self._make_ring(settings.ring_bytes)
+        self.stage = native.Stage(self.ring.data_ptr(), len(self.ring), settings.threads)
         self.stream = self._side_stream()
+        # Copies under way, oldest first: their events tell when a place in the ring may be filled again.
+        self.copies: collections.deque[tuple[native.StagedRead, int, torch.Event]] = collections.deque()
         self.threads: list[threading.Thread] = []
         self.is_closing = False
 
-    def _make_buffers(self) -> tuple[list[torch.Tensor], bool]:
-        wanted = size = max(self.ring_bytes // BUFFERS, 4096)
-        while size >= 16 << 10 and streams.is_default_accelerator(self.device):
+    def _make_ring(self, wanted: int) -> tuple[torch.Tensor, bool]:
+        size = wanted
+        while size >= 64 << 10 and streams.is_default_accelerator(self.device):
             try:
-                buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS)]
+                ring = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             except (RuntimeError, NotImplementedError):
                 size //= 2
                 continue
-            if all(buffer.is_pinned() for buffer in buffers):
-                return buffers, True
+            if ring.is_pinned():
+                return ring, True
             break
-        return [torch.empty(wanted, dtype=torch.uint8) for _ in range(BUFFERS)], False
+        return torch.empty(wanted, dtype=torch.uint8), False
 
     @property
     def pinned_bytes(self) -> int:
         """Pinned host memory that copies are staged in."""
-        return sum(len(buffer) for buffer in self.buffers) if self.are_pinned else 0
+        return len(self.ring) if self.is_pinned else 0
 
     def _side_stream(self) -> torch.Stream | None:
         if not streams.is_default_accelerator(self.device):
@@ -71,12 +67,20 @@ class GenericEngine:
         except (RuntimeError, NotImplementedError):
             return None  # a device with one stream only: its order is all the order there is
 
-    def start(self, save: str, leaves: Sequence[Leaf], *, early: bool) -> GenericTransfer:
+    def start(
+        self, save: str, leaves: Sequence[Leaf], *, early: bool, verify: bool, most_threads: int
+    ) -> GenericTransfer:
         """Allocates and begins; all is enqueued when it returns, unless `early`."""
         settings = get_options()
-        chunk = min(settings.chunk_bytes, len(self.buffers[0]))
         plan = make_plan(
-            leaves, self.device, chunk_bytes=chunk, ring_bytes=chunk * 4, early=False, direct=settings.direct_io
+            leaves,
+            self.device,
+            chunk_bytes=settings.chunk_bytes,
+            ring_bytes=self.stage.ring_bytes,
+            threads=self.stage.threads,
+            direct=settings.direct_io,
+            verify=verify,
+            most_threads=most_threads,
         )
         flight = GenericFlight(save, plan)
         allocated = streams.current_stream(self.device)
@@ -97,30 +101,23 @@ class GenericEngine:
                 raise flight.thread_error
         return transfer
 
-    def take_buffer(self, *, wait: bool) -> int | None:
-        """A buffer that no copy reads any more; None if there is none and `wait` is false. Needs the lock."""
-        while self.copies and (self.copies[0][1].query() or (wait and not self.free)):
-            buffer, copied = self.copies.popleft()
-            copied.synchronize()
-            self.free.append(buffer)
-        return self.free.popleft() if self.free else None
-
-    def put_buffer(self, buffer: int, copied: torch.Event | None) -> None:
-        """Gives a buffer back, to be used again after the event. Needs the lock."""
-        if copied is None:
-            self.free.append(buffer)
-        else:
-            self.copies.append((buffer, copied))
+    def retire_copies(self, *, wait: bool = False) -> None:
+        """Frees the places of the copies that are over; of all, if it may wait. Needs the lock."""
+        while self.copies and (wait or self.copies[0][2].query()):
+            read, chunk, copied = self.copies.popleft()
+            if wait:
+                copied.synchronize()
+            read.set_copied(chunk)
 
     def close(self, milliseconds: int) -> None:
         """Ends loads under way, and the readers."""
         self.is_closing = True
-        self.readers.cancel()
+        self.stage.cancel()
         # An interpreter that ends under a thread in the middle of torch's C++ code aborts the process: wait for it, as
-        # long as it takes the device to give back a buffer.
+        # long as it takes the device to give back a place.
         for thread in self.threads:
             thread.join(timeout=milliseconds / 1000)
-        self.readers.close()
+        self.stage.close()
         self.watcher.stop()
 
 
@@ -128,7 +125,7 @@ class GenericFlight(Flight):
     """A load that torch carries."""
 
     def __init__(self, save: str, plan: LoadPlan) -> None:
-        super().__init__(save, plan, "generic")
+        super().__init__(save, plan.names(), plan.nbytes, plan.work, "generic")
         self.enqueued = threading.Event()
         self.end: torch.Event | None = None
         self.thread_error: Exception | None = None
@@ -167,7 +164,7 @@ class GenericTransfer(Transfer):
     """A load by torch, with its tensors. As a ``DeviceTransfer``, it holds them until a stream waits for the load."""
 
     def __init__(self, plan: LoadPlan, flight: GenericFlight, engine: GenericEngine, stream: torch.Stream) -> None:
-        super().__init__(plan, flight, engine.device, engine.watcher.watch)
+        super().__init__(engine.device, flight, plan.tensors(), engine.watcher.watch)
         self.flight: GenericFlight = flight
         self._settled = weakref.finalize(self, _settle, flight, stream, plan.values, engine.watcher)
         self._settled.atexit = False
@@ -228,58 +225,50 @@ class _Work:
         engine = self.engine
         if engine.stream is not None:
             engine.stream.wait_event(self.before)
-        reading: collections.deque[tuple[int, int, native.Read]] = collections.deque()
-        next_chunk = 0
+        read = engine.stage.post(self.plan.work)
+        taken = 0
         try:
-            while next_chunk < len(self.plan.chunks) or reading:
-                while (
-                    next_chunk < len(self.plan.chunks) and (buffer := engine.take_buffer(wait=not reading)) is not None
-                ):
-                    reading.append((next_chunk, buffer, self._read(next_chunk, buffer)))
-                    next_chunk += 1
-                chunk, buffer, read = reading[0]
-                self._wait(read, chunk)
-                if engine.is_closing:
-                    raise TransferError("The process ended before the load did.", save=self.flight.save)
-                copied = self._copy(chunk, buffer)
-                reading.popleft()
-                engine.put_buffer(buffer, copied)
+            for chunk in range(len(self.plan.chunks)):
+                offset = self._wait_ready(read, chunk)
+                engine.copies.append((read, chunk, self._copy(chunk, offset)))
+                taken += 1
+        except BaseException:
+            # All must come to rest, and every place be free for the next load.
+            read.strand(taken)
+            while not read.wait_filled():
+                pass
+            engine.retire_copies(wait=True)
+            read.set_copied(len(self.plan.chunks) - 1)
+            raise
         finally:
-            for _, buffer, read in reading:  # only after an error: the readers still write to these buffers
-                read.cancel()
-                while not read.wait_filled():
-                    pass
-                engine.put_buffer(buffer, None)
+            self._report(read)
             self.flight.end = torch.Event(engine.device)
             self.flight.end.record(engine.stream or self.allocated)
 
-    def _read(self, chunk: int, buffer: int) -> native.Read:
-        row = self.plan.chunks[chunk : chunk + 1].copy()
-        first = int(row["first_piece"][0])
-        pieces = self.plan.pieces[first : first + int(row["piece_count"][0])].copy()
-        files = [self.plan.files[file] for file in pieces["file"]]
-        pieces["file"] = np.arange(len(files))
-        row["first_piece"] = 0
-        row["destination"] = self.engine.buffers[buffer].data_ptr()
-        return self.engine.readers.post(files, pieces, row)
+    def _wait_ready(self, read: native.StagedRead, chunk: int) -> int:
+        while True:
+            self.engine.retire_copies()
+            if self.flight.is_cancelled:
+                read.cancel()
+            if self.engine.is_closing:
+                raise TransferError("The process ended before the load did.", save=self.flight.save)
+            # Not for long: copies end meanwhile, and nobody else says that their places are free.
+            offset = read.wait_ready(chunk, 1)
+            if offset is not None:
+                self._report(read)
+                return offset
 
-    def _wait(self, read: native.Read, chunk: int) -> None:
-        if self.flight.is_cancelled:
-            read.cancel()
-        while not read.wait_filled():
-            pass
+    def _report(self, read: native.StagedRead) -> None:
         report = read.report()
-        self.flight.read_bytes += report.bytes_read
-        if report.cause != "none" and self.flight.reads_failed is None:
-            first = int(self.plan.chunks["first_piece"][chunk])
-            self.flight.reads_failed = self.flight.error_of(dataclasses.replace(report, piece=report.piece + first))
+        self.flight.read_bytes = report.bytes_read
+        self.flight.reads_failed = self.flight.error_of(report)
 
-    def _copy(self, chunk: int, buffer: int) -> torch.Event:
-        storage, offset = self.plan.targets[chunk]
+    def _copy(self, chunk: int, offset: int) -> torch.Event:
+        storage, start = self.plan.targets[chunk]
         size = int(self.plan.chunks["bytes"][chunk])
-        target = torch.empty(0, dtype=torch.uint8, device=self.engine.device).set_(storage, offset, (size,), (1,))
+        target = torch.empty(0, dtype=torch.uint8, device=self.engine.device).set_(storage, start, (size,), (1,))
         # From pageable memory torch may still read the source after a non-blocking copy has returned.
-        target.copy_(self.engine.buffers[buffer][:size], non_blocking=self.engine.are_pinned)
+        target.copy_(self.engine.ring[offset : offset + size], non_blocking=self.engine.is_pinned)
         copied = torch.Event(self.engine.device)
         copied.record(streams.current_stream(self.engine.device))
         return copied

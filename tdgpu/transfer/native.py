@@ -30,10 +30,14 @@ Files = list[tuple[str, int]]
 # What one call of a wait may take. Ctrl-C is answered this late.
 SLICE_MS = 50
 
-# The structures Piece and Chunk of csrc/load.h.
+# The structures Piece and Chunk of csrc/load.h, and Run of csrc/inflate.h.
 PIECE = np.dtype(
-    [("file_offset", "u8"), ("bytes", "u8"), ("chunk_offset", "u8"), ("file", "u4"), ("direct", "u4")], align=True
-)
+    [
+        ("offset", "u8"), ("bytes", "u8"), ("chunk_offset", "u8"), ("file", "u4"), ("direct", "u4"), ("run", "u4"),
+        ("leaf", "u4"),
+    ],
+    align=True,
+)  # fmt: skip
 CHUNK = np.dtype(
     [
         ("destination", "u8"), ("bytes", "u8"), ("first_piece", "u4"), ("piece_count", "u4"), ("event", "u4"),
@@ -41,10 +45,23 @@ CHUNK = np.dtype(
     ],
     align=True,
 )  # fmt: skip
+RUN = np.dtype(
+    [
+        ("file_offset", "u8"), ("stored", "u8"), ("bytes", "u8"), ("file", "u4"), ("method", "u4"), ("crc", "u4"),
+        ("flags", "u4"),
+    ],
+    align=True,
+)  # fmt: skip
+OPEN_END = 1
+END_MARKER = 2
+
+# Codec of csrc/codecs.h.
+CODECS = ("libdeflate", "zlib", "bzip2", "lzma", "zstd")
 
 # Cause of csrc/error.h.
 CAUSES = (
     "none", "invalid", "library", "driver", "read", "truncated", "memory", "cancelled", "capturing", "exists_not",
+    "damaged",
 )  # fmt: skip
 
 
@@ -53,6 +70,46 @@ class _Report(ctypes.Structure):
         ("bytes_read", c_uint64), ("failed_piece", c_int64), ("wanted", c_uint64), ("found", c_uint64),
         ("cause", c_int32), ("code", c_int32), ("is_filled", c_int32), ("reserved", c_int32),
     )  # fmt: skip
+
+
+class _CheckedFile(ctypes.Structure):
+    _fields_ = (("path", c_char_p), ("inode", c_uint64))
+
+
+class _PlanView(ctypes.Structure):
+    _fields_ = (
+        ("files", POINTER(_CheckedFile)), ("pieces", c_void_p), ("chunks", c_void_p), ("runs", c_void_p),
+        ("file_count", c_uint32), ("piece_count", c_uint32), ("chunk_count", c_uint32), ("run_count", c_uint32),
+        ("most_threads", c_uint32), ("reserved", c_uint32),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the readers are to do: the core's ``Plan``.
+
+    Attributes:
+        files: paths and inodes.
+        pieces, chunks, runs: arrays of the core's structures.
+        most_threads: readers that may work on it at a time; 0 for all there are.
+    """
+
+    files: Files
+    pieces: np.ndarray
+    chunks: np.ndarray
+    runs: np.ndarray
+    most_threads: int = 0
+
+    def view(self) -> _PlanView:
+        """The core's structure, which borrows the arrays."""
+        assert self.pieces.dtype == PIECE and self.chunks.dtype == CHUNK and self.runs.dtype == RUN
+        files = (_CheckedFile * len(self.files))(
+            *[_CheckedFile(os.fsencode(path), inode) for path, inode in self.files]
+        )
+        return _PlanView(
+            files, self.pieces.ctypes.data, self.chunks.ctypes.data, self.runs.ctypes.data,
+            len(files), len(self.pieces), len(self.chunks), len(self.runs), self.most_threads, 0,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,12 +165,11 @@ _PROTOTYPES = {
     "tdgpu_driver_facts": (c_int, c_void_p, POINTER(c_int), POINTER(c_int)),
     "tdgpu_driver_device_name": (c_int, c_void_p, c_int, c_char_p, c_size_t),
     "tdgpu_engine_create": (c_int, c_void_p, c_int, c_uint64, c_uint32, POINTER(c_void_p)),
-    "tdgpu_engine_facts": (None, c_void_p, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint64), c_char_p, c_size_t),
-    "tdgpu_engine_close": (c_int, c_void_p, c_int64),
-    "tdgpu_transfer_begin": (
-        c_int, c_void_p, c_void_p, c_uint32, c_void_p, c_uint32, c_void_p, c_uint32, c_uint32, c_uint64,
-        POINTER(c_void_p),
+    "tdgpu_engine_facts": (
+        None, c_void_p, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32), c_char_p, c_size_t,
     ),
+    "tdgpu_engine_close": (c_int, c_void_p, c_int64),
+    "tdgpu_transfer_begin": (c_int, c_void_p, POINTER(_PlanView), c_uint32, c_uint64, POINTER(c_void_p)),
     "tdgpu_engine_take_road": (c_int, c_void_p, c_int, c_int64, POINTER(c_int)),
     "tdgpu_transfer_pump": (c_int, c_void_p, c_void_p, c_int64, POINTER(c_int)),
     "tdgpu_transfer_abort": (c_int, c_void_p, c_void_p, c_int64, POINTER(c_int)),
@@ -125,13 +181,20 @@ _PROTOTYPES = {
     "tdgpu_load_wait_filled": (c_int, c_void_p, c_int64),
     "tdgpu_load_report": (None, c_void_p, POINTER(_Report), c_char_p, c_size_t),
     "tdgpu_readers_create": (c_int, c_uint32, POINTER(c_void_p)),
-    "tdgpu_readers_cancel": (None, c_void_p),
     "tdgpu_readers_destroy": (None, c_void_p),
-    "tdgpu_readers_post": (
-        c_int, c_void_p, c_void_p, c_uint32, c_void_p, c_uint32, c_void_p, c_uint32, POINTER(c_void_p),
-    ),
+    "tdgpu_readers_post": (c_int, c_void_p, POINTER(_PlanView), POINTER(c_void_p)),
     "tdgpu_read_load": (c_void_p, c_void_p),
     "tdgpu_read_release": (None, c_void_p),
+    "tdgpu_stage_create": (c_int, c_void_p, c_uint64, c_uint32, POINTER(c_void_p)),
+    "tdgpu_stage_facts": (None, c_void_p, POINTER(c_uint64), POINTER(c_uint32)),
+    "tdgpu_stage_cancel": (None, c_void_p),
+    "tdgpu_stage_destroy": (None, c_void_p),
+    "tdgpu_stage_post": (c_int, c_void_p, POINTER(_PlanView), POINTER(c_void_p)),
+    "tdgpu_stage_wait_ready": (c_int, c_void_p, c_void_p, c_uint32, c_int64, POINTER(c_uint64)),
+    "tdgpu_stage_set_copied": (None, c_void_p, c_void_p, c_uint32),
+    "tdgpu_stage_strand": (None, c_void_p, c_uint32),
+    "tdgpu_load_codec": (c_int, c_int, c_char_p),
+    "tdgpu_combine_crc32": (c_int, c_void_p, c_void_p, c_uint64, POINTER(c_uint32)),
 }  # fmt: skip
 
 
@@ -192,16 +255,6 @@ def error_of(cause: str, message: str, what: str) -> Exception:
     return TransferError(f"{what}: {message}.")
 
 
-class _CheckedFile(ctypes.Structure):
-    _fields_ = (("path", c_char_p), ("inode", c_uint64))
-
-
-def _plan_arguments(files: Files, pieces: np.ndarray, chunks: np.ndarray) -> tuple[object, ...]:
-    assert pieces.dtype == PIECE and chunks.dtype == CHUNK
-    names = (_CheckedFile * len(files))(*[_CheckedFile(os.fsencode(path), inode) for path, inode in files])
-    return (names, len(files), pieces.ctypes.data, len(pieces), chunks.ctypes.data, len(chunks))
-
-
 class Driver:
     """A driver library, open for the rest of the process.
 
@@ -244,8 +297,10 @@ class Engine:
             f"Device {index} cannot be prepared for transfers",
         )
         self.handle = handle
-        ring, pinned, largest, why = c_uint64(), c_uint64(), c_uint64(), ctypes.create_string_buffer(512)
-        core().tdgpu_engine_facts(handle, byref(ring), byref(pinned), byref(largest), why, len(why))
+        ring, pinned, largest, count = c_uint64(), c_uint64(), c_uint64(), c_uint32()
+        why = ctypes.create_string_buffer(512)
+        core().tdgpu_engine_facts(handle, byref(ring), byref(pinned), byref(largest), byref(count), why, len(why))
+        self.threads = count.value
         self.ring_bytes = ring.value
         self.pinned_bytes = pinned.value
         self.largest_chunk = largest.value
@@ -316,10 +371,10 @@ class Transfer(_Load):
         """Whether there is something to take back; true at once when the core has begun, whatever comes in between."""
         return self._handle.value is not None
 
-    def begin(self, files: Files, pieces: np.ndarray, chunks: np.ndarray, events: int, stream: int) -> None:
+    def begin(self, work: Work, events: int, stream: int) -> None:
         """Orders the copy stream behind `stream` (a driver's handle) and starts the readers."""
-        arguments = _plan_arguments(files, pieces, chunks)
-        cause = core().tdgpu_transfer_begin(self._engine.handle, *arguments, events, stream, byref(self._handle))
+        view = work.view()
+        cause = core().tdgpu_transfer_begin(self._engine.handle, view, events, stream, byref(self._handle))
         _check(cause, "The load cannot begin")
 
     @property
@@ -368,30 +423,52 @@ class Transfer(_Load):
 
 
 class Readers:
-    """Reader threads that fill host memory, for devices without a driver table."""
+    """Reader threads that fill host memory."""
 
     def __init__(self, threads: int) -> None:
         handle = c_void_p()
         _check(core().tdgpu_readers_create(threads, byref(handle)), "No reader threads")
         self._handle: c_void_p | None = handle
 
-    def post(self, files: Files, pieces: np.ndarray, chunks: np.ndarray) -> Read:
-        """Starts reading. The destinations in `chunks` are host addresses, valid until the read is over."""
+    def post(self, work: Work) -> Read:
+        """Starts reading. The destinations are host addresses, valid until the read is over."""
         handle = c_void_p()
-        _check(
-            core().tdgpu_readers_post(self._handle, *_plan_arguments(files, pieces, chunks), byref(handle)),
-            "The read cannot begin",
-        )
+        _check(core().tdgpu_readers_post(self._handle, work.view(), byref(handle)), "The read cannot begin")
         return Read(handle)
-
-    def cancel(self) -> None:
-        """Reads that are queued need not be read any more."""
-        core().tdgpu_readers_cancel(self._handle)
 
     def close(self) -> None:
         """Joins the threads; reads that are queued end without being read."""
         if self._handle is not None:
             core().tdgpu_readers_destroy(self._handle)
+            self._handle = None
+
+
+class Stage:
+    """A ring of host memory that the caller owns, and readers that fill it (``csrc/stage.h``)."""
+
+    def __init__(self, address: int, nbytes: int, threads: int) -> None:
+        handle = c_void_p()
+        _check(core().tdgpu_stage_create(address, nbytes, threads, byref(handle)), "No reader threads")
+        self._handle: c_void_p | None = handle
+        ring, count = c_uint64(), c_uint32()
+        core().tdgpu_stage_facts(handle, byref(ring), byref(count))
+        self.ring_bytes = ring.value
+        self.threads = count.value
+
+    def post(self, work: Work) -> StagedRead:
+        """Starts reading into the ring."""
+        handle = c_void_p()
+        _check(core().tdgpu_stage_post(self._handle, work.view(), byref(handle)), "The load cannot begin")
+        return StagedRead(handle, self)
+
+    def cancel(self) -> None:
+        """Reads that are queued or under way need not be read any more."""
+        core().tdgpu_stage_cancel(self._handle)
+
+    def close(self) -> None:
+        """Joins the threads; reads that are queued end without being read."""
+        if self._handle is not None:
+            core().tdgpu_stage_destroy(self._handle)
             self._handle = None
 
 
@@ -407,3 +484,44 @@ class Read(_Load):
     @property
     def _load(self) -> int:
         return int(core().tdgpu_read_load(self._handle))
+
+
+class StagedRead(Read):
+    """A read into a stage's ring, whose chunks the caller copies on, in order."""
+
+    def __init__(self, handle: c_void_p, stage: Stage) -> None:
+        super().__init__(handle)
+        self._stage = stage
+
+    def wait_ready(self, chunk: int, milliseconds: int = SLICE_MS) -> int | None:
+        """Where the chunk begins in the ring's memory; None if it is not ready within `milliseconds`."""
+        offset = c_uint64()
+        is_ready = core().tdgpu_stage_wait_ready(self._stage._handle, self._handle, chunk, milliseconds, byref(offset))
+        return offset.value if is_ready else None
+
+    def set_copied(self, chunk: int) -> None:
+        """The copies up to this chunk's are over."""
+        core().tdgpu_stage_set_copied(self._stage._handle, self._handle, chunk)
+
+    def strand(self, chunk: int) -> None:
+        """Chunks from this one on will not be taken: nothing waits for their places, nothing is read into them."""
+        core().tdgpu_stage_strand(self._handle, chunk)
+
+
+def load_codec(codec: str, path: str) -> None:
+    """Gives the core a library to inflate with; one that it has already stays.
+
+    Raises:
+        DeviceError: it cannot be opened, or lacks a function.
+    """
+    cause = core().tdgpu_load_codec(CODECS.index(codec), os.fsencode(path))
+    _check(cause, f"The library {path} cannot be used")
+
+
+def combine_crc32(crcs: np.ndarray, sizes: np.ndarray) -> int:
+    """The CRC-32 of consecutive parts, from the CRC-32 and the size in bytes of each. Needs the codec ``"zlib"``."""
+    crcs, sizes = np.ascontiguousarray(crcs, np.uint32), np.ascontiguousarray(sizes, np.uint64)
+    combined = c_uint32()
+    cause = core().tdgpu_combine_crc32(crcs.ctypes.data, sizes.ctypes.data, len(crcs), byref(combined))
+    _check(cause, "CRC-32s cannot be combined")
+    return combined.value

@@ -4,13 +4,13 @@
     smaller leaves           packed into segments: one chunk, one copy, one device allocation; the leaves are tensors
                              that share the segment's storage, each aligned to 256 bytes
 
-A chunk is one copy through the ring. It consists of pieces, which the reader threads fill independently.
+A chunk is one copy through the ring. It consists of pieces, which the reader threads fill independently; only the
+pieces of one run (see :mod:`tdgpu.transfer.runs`) are one thread's, in order.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,8 +20,10 @@ import torch
 from tdgpu.errors import DeviceError
 from tdgpu.layout import collector
 from tdgpu.layout.mapped import nested_view
-from tdgpu.layout.tree import Leaf
-from tdgpu.transfer.native import CHUNK, PIECE, Files
+from tdgpu.layout.tree import Key, Leaf, Packed
+from tdgpu.transfer import runs
+from tdgpu.transfer.native import CHUNK, PIECE, Files, Work
+from tdgpu.transfer.runs import AT, BYTES, PIECE_RUN, Sources
 
 MiB = 1 << 20
 
@@ -38,31 +40,45 @@ class LoadPlan:
     """Everything that one transfer needs, destinations allocated.
 
     Attributes:
-        files: paths and inodes.
-        pieces, chunks: arrays of the native core's structures; ``chunks["destination"]`` holds device addresses.
+        work: what the readers are to do.
         targets: per chunk, the storage and the byte offset in it that the copy writes to.
         leaves: the leaves, in the order of their pieces.
-        piece_leaf: per piece, the index of its leaf.
         last_chunk: per leaf, the chunk that completes it.
         values: per leaf, its tensor on the device (the flat values of a nested one).
         events: how many events are recorded on the way.
-        nbytes: bytes to read.
+        nbytes: bytes of all leaves.
     """
 
-    files: Files
-    pieces: np.ndarray
-    chunks: np.ndarray
+    work: Work
     targets: list[tuple[torch.UntypedStorage, int]]
     leaves: list[Leaf]
-    piece_leaf: np.ndarray
     last_chunk: list[int]
     values: list[torch.Tensor]
     events: int
     nbytes: int
 
+    @property
+    def pieces(self) -> np.ndarray:
+        """The core's pieces; ``pieces["leaf"]`` is an index into `leaves`."""
+        return self.work.pieces
+
+    @property
+    def chunks(self) -> np.ndarray:
+        """The core's chunks; ``chunks["destination"]`` holds device addresses."""
+        return self.work.chunks
+
+    @property
+    def files(self) -> Files:
+        """Paths and inodes."""
+        return self.work.files
+
     def leaf_of(self, piece: int) -> Leaf:
         """The leaf that a piece belongs to."""
-        return self.leaves[int(self.piece_leaf[piece])]
+        return self.leaves[int(self.pieces["leaf"][piece])]
+
+    def names(self) -> list[tuple[Key, Packed | None]]:
+        """Of each leaf its key and what an archive says of it."""
+        return [(leaf.key, None if leaf.extent is None else leaf.extent.packed) for leaf in self.leaves]
 
     def tensors(self) -> dict[Leaf, torch.Tensor]:
         """The finished tensor of each leaf."""
@@ -87,7 +103,16 @@ def chunk_size(nbytes: int, wanted: int, ring_bytes: int) -> int:
 
 
 def make_plan(
-    leaves: Sequence[Leaf], device: torch.device, *, chunk_bytes: int, ring_bytes: int, early: bool, direct: bool
+    leaves: Sequence[Leaf],
+    device: torch.device,
+    *,
+    chunk_bytes: int,
+    ring_bytes: int,
+    threads: int,
+    early: bool = False,
+    direct: bool = False,
+    verify: bool = False,
+    most_threads: int = 0,
 ) -> LoadPlan:
     """Allocates the destinations, on the current stream of `device`, and cuts the leaves into chunks.
 
@@ -96,34 +121,50 @@ def make_plan(
         device: where to.
         chunk_bytes: bytes of a copy, before it is adapted to the load.
         ring_bytes: bytes of the staging ring.
+        threads: reader threads that there are.
         early: whether leaves will be waited for one by one.
         direct: whether large leaves are read past the page cache.
+        verify: whether the CRC-32 of an archive's stored entries is checked, too.
+        most_threads: how many of the readers may work on this load; 0 for all.
 
     Raises:
         DeviceError: a tensor of that dtype or size cannot be made on the device.
+        NotSupported: a library to inflate the leaves with is missing.
     """
-    builder = _Builder(device, chunk_size(sum(leaf.nbytes for leaf in leaves), chunk_bytes, ring_bytes), direct)
+    lanes = min(threads, most_threads or threads)
+    builder = _Builder(
+        device,
+        chunk_size(sum(leaf.nbytes for leaf in leaves), chunk_bytes, ring_bytes),
+        ring_bytes,
+        lanes,
+        direct,
+        verify,
+    )
     with collector.paused():
         for leaf in leaves:
             builder.add(leaf)
-        return builder.finish(early)
+        return builder.finish(early, most_threads)
 
 
-_PIECES = ("file_offset", "bytes", "chunk_offset", "file", "direct")
 _CHUNKS = ("destination", "bytes", "first_piece", "piece_count")
 
 
 class _Builder:
-    def __init__(self, device: torch.device, chunk_bytes: int, direct: bool) -> None:
+    def __init__(
+        self, device: torch.device, chunk_bytes: int, ring_bytes: int, lanes: int, direct: bool, verify: bool
+    ) -> None:
         self.device = device
         self.chunk_bytes = chunk_bytes
+        self.ring_bytes = ring_bytes
+        self.lanes = lanes
         self.direct = direct
-        self.files: Files = []
+        self.verify = verify
+        self.sources = Sources()
         self.leaves: list[Leaf] = []
         self.values: list[torch.Tensor] = []
         self.last_chunk: list[int] = []
         self.targets: list[tuple[torch.UntypedStorage, int]] = []
-        # Rows of the arrays to come, a table per leaf or segment, with the columns of _PIECES and _CHUNKS.
+        # Rows of the arrays to come, with the columns of runs.COLUMNS and _CHUNKS.
         self.pieces: list[np.ndarray] = []
         self.chunks: list[np.ndarray] = []
         self.piece_count = 0
@@ -131,6 +172,8 @@ class _Builder:
         # The segment being packed: leaves and their offsets.
         self.open: list[tuple[Leaf, int]] = []
         self.open_bytes = 0
+        # Runs of more than one chunk, each with the storage that it goes to and its pieces.
+        self.streams: list[tuple[torch.UntypedStorage, np.ndarray]] = []
 
     def add(self, leaf: Leaf) -> None:
         # A nested tensor addresses its buffer from the storage's start, so it cannot share one.
@@ -152,94 +195,119 @@ class _Builder:
                 raise
             raise DeviceError(f"{what} cannot be made on {self.device}: {error}", key=leaf.key) from error
 
-    def _add_alone(self, leaf: Leaf) -> None:
+    def _cut(self, leaf: Leaf) -> np.ndarray:
         assert leaf.extent is not None
+        return self.sources.cut(leaf.extent, leaf.first, leaf.nbytes, len(self.leaves), verify=self.verify)
+
+    def _placed(self, leaf: Leaf, values: torch.Tensor) -> None:
+        self.leaves.append(leaf)
+        self.values.append(values)
+
+    # --- leaves with a storage of their own ---
+
+    def _add_alone(self, leaf: Leaf) -> None:
         shape = leaf.shape if leaf.nested_sizes is None else (leaf.nbytes // leaf.dtype.itemsize,)
         values = self._empty(shape, leaf.dtype, leaf, "a leaf")
-        size, chunk, piece = leaf.nbytes, self.chunk_bytes, min(self.chunk_bytes, PIECE_BYTES)
-        starts = np.arange(0, size, piece, dtype=np.uint64)
-        pieces = np.empty((len(starts), len(_PIECES)), np.uint64)
-        pieces[:, 0] = starts + np.uint64(leaf.extent.offset)
-        pieces[:, 1] = piece
-        pieces[-1, 1] = size - int(starts[-1])
-        pieces[:, 2] = starts % np.uint64(chunk)
-        pieces[:, 3] = self._file(leaf)
-        pieces[:, 4] = self.direct
-        self._add_chunks(pieces, values.untyped_storage(), size, pieces_per_chunk=chunk // piece)
+        storage, pieces = values.untyped_storage(), self._cut(leaf)
         self._placed(leaf, values)
+        if not pieces[0, PIECE_RUN]:
+            chunk = self.chunk_bytes
+            pieces = runs.split(pieces, min(chunk, PIECE_BYTES))
+            pieces[:, runs.DIRECT] = self.direct
+            self._add_chunks(pieces, storage, pieces[:, AT] // np.uint64(chunk))
+            return
+        block = int(pieces[:, BYTES].max())
+        if len(pieces) > 1 and block <= self.ring_bytes // 4:
+            # Each chunk takes whole blocks. They are counted from the second one, where a range of rows may begin
+            # inside the first.
+            per_chunk = max(self.chunk_bytes // block, 1)
+            self._add_chunks(pieces, storage, np.arange(len(pieces), dtype=np.uint64) // np.uint64(per_chunk))
+        elif leaf.nbytes <= self.chunk_bytes:
+            self._add_chunks(pieces, storage, np.zeros(len(pieces), np.uint64))
+        else:
+            self.streams.extend((storage, pieces[i : i + 1]) for i in range(len(pieces)))
+
+    # --- leaves that share one ---
 
     def _close_segment(self) -> None:
         if not self.open:
             return
         last, offset = self.open[-1]
-        size = offset + last.nbytes
-        segment = self._empty((size,), torch.uint8, last, "a segment of small leaves ending with")
+        segment = self._empty((offset + last.nbytes,), torch.uint8, last, "a segment of small leaves ending with")
         storage = segment.untyped_storage()
-        rows = []
+        tables = []
         for leaf, offset in self.open:
-            assert leaf.extent is not None
-            rows.append((leaf.extent.offset, leaf.nbytes, offset, self._file(leaf), 0))
-        self._add_chunks(np.array(rows, np.uint64), storage, size, pieces_per_chunk=len(rows))
-        for leaf, offset in self.open:
+            pieces = self._cut(leaf)
+            pieces[:, AT] += np.uint64(offset)
+            tables.append(pieces)
             # Not a view of the segment: views share a version counter, and an in-place update of one parameter would
             # make autograd refuse the others.
             values = torch.empty(0, dtype=leaf.dtype, device=self.device)
             values.set_(storage, offset // leaf.dtype.itemsize, leaf.shape, _contiguous_strides(leaf.shape))
             self._placed(leaf, values)
+        whole = np.concatenate(tables)
+        self._add_chunks(whole, storage, np.zeros(len(whole), np.uint64))
         self.open = []
         self.open_bytes = 0
 
-    def _add_chunks(
-        self, pieces: np.ndarray, storage: torch.UntypedStorage, size: int, *, pieces_per_chunk: int
-    ) -> None:
-        """Chunks that fill `storage` from its start, each with the next `pieces_per_chunk` pieces."""
-        first = np.arange(0, len(pieces), pieces_per_chunk, dtype=np.uint64)
-        starts = first // np.uint64(pieces_per_chunk) * np.uint64(self.chunk_bytes)
+    def _add_chunks(self, pieces: np.ndarray, storage: torch.UntypedStorage, chunk_of: np.ndarray) -> None:
+        """Chunks that fill `storage`, from pieces that follow each other in it; `chunk_of` tells them apart."""
+        first = np.flatnonzero(np.concatenate(([True], chunk_of[1:] != chunk_of[:-1])))
+        last = np.append(first[1:], len(pieces)) - 1
+        starts = pieces[first, AT]
         chunks = np.empty((len(first), len(_CHUNKS)), np.uint64)
         chunks[:, 0] = starts + np.uint64(storage.data_ptr())
-        chunks[:, 1] = self.chunk_bytes
-        chunks[-1, 1] = size - int(starts[-1])
-        chunks[:, 2] = first + np.uint64(self.piece_count)
-        chunks[:, 3] = pieces_per_chunk
-        chunks[-1, 3] = len(pieces) - int(first[-1])
+        chunks[:, 1] = pieces[last, AT] + pieces[last, BYTES] - starts
+        chunks[:, 2] = first + self.piece_count
+        chunks[:, 3] = last - first + 1
+        pieces[:, AT] -= np.repeat(starts, last - first + 1)
         self.targets.extend((storage, start) for start in starts.tolist())
         self.pieces.append(pieces)
         self.chunks.append(chunks)
         self.piece_count += len(pieces)
         self.chunk_count += len(chunks)
 
-    def _file(self, leaf: Leaf) -> int:
-        assert leaf.extent is not None
-        # Absolute, since the readers may come to it after the program has changed its directory.
-        file = leaf.extent.file
-        self.files.append((file if file[:1] == "/" else os.path.abspath(file), leaf.extent.inode))
-        return len(self.files) - 1
+    # --- runs of several chunks ---
 
-    def _placed(self, leaf: Leaf, values: torch.Tensor) -> None:
-        self.leaves.append(leaf)
-        self.values.append(values)
-        self.last_chunk.append(self.chunk_count - 1)
+    def _add_streams(self) -> None:
+        """The chunks of long runs, such that as many are inflated side by side as there are threads.
 
-    def finish(self, early: bool) -> LoadPlan:
+        Who inflates a run holds on to it until its end, and waits for places in the ring meanwhile. So no more of them
+        may be under way at any point of the order of chunks than there are threads, or the chunk that all wait for
+        would be nobody's. Every run belongs to one of as many lanes, and the lanes are merged by bytes.
+        """
+        # Each lane wants a chunk in the ring that is copied and one that is filled.
+        size = min(self.chunk_bytes, self.ring_bytes // (2 * self.lanes))
+        size = max(size // PAGE * PAGE, PAGE)
+        ends = [0] * self.lanes
+        order: list[tuple[int, int, torch.UntypedStorage, np.ndarray]] = []
+        for storage, run in self.streams:
+            lane = ends.index(min(ends))
+            for piece in runs.split(run, size):
+                ends[lane] += int(piece[BYTES])
+                order.append((ends[lane], lane, storage, piece[None].copy()))
+        order.sort(key=lambda chunk: chunk[:2])
+        for _, _, storage, piece in order:
+            self._add_chunks(piece, storage, np.zeros(1, np.uint64))
+        self.streams = []
+
+    def finish(self, early: bool, most_threads: int) -> LoadPlan:
         self._close_segment()
-        pieces, chunks = _structures(PIECE, _PIECES, self.pieces), _structures(CHUNK, _CHUNKS, self.chunks)
-        # Files and leaves were numbered together, so a piece's file is its leaf.
+        self._add_streams()
+        pieces = runs.structures(PIECE, runs.COLUMNS, self.pieces)
+        chunks = runs.structures(CHUNK, _CHUNKS, self.chunks)
         events = _spread_events(chunks) if early else 0
+        last_chunk = np.zeros(len(self.leaves), np.int64)
+        np.maximum.at(last_chunk, pieces["leaf"], np.repeat(np.arange(len(chunks)), chunks["piece_count"]))
         return LoadPlan(
-            self.files, pieces, chunks, self.targets, self.leaves, pieces["file"], self.last_chunk, self.values,
-            events, int(pieces["bytes"].sum()),
-        )  # fmt: skip
-
-
-def _structures(dtype: np.dtype, names: Sequence[str], tables: list[np.ndarray]) -> np.ndarray:
-    """Tables of columns as one array of structures; what is no column is zero."""
-    rows = sum(len(table) for table in tables)
-    found = np.zeros(rows, dtype)
-    if rows:
-        whole = np.concatenate(tables)
-        for column, name in enumerate(names):
-            found[name] = whole[:, column]
-    return found
+            Work(self.sources.files, pieces, chunks, self.sources.runs(), most_threads),
+            self.targets,
+            self.leaves,
+            last_chunk.tolist(),
+            self.values,
+            events,
+            sum(leaf.nbytes for leaf in self.leaves),
+        )
 
 
 @functools.lru_cache(maxsize=1024)

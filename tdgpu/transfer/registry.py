@@ -124,7 +124,15 @@ def _warn_of_late_settings(engine: DeviceEngine | GenericEngine) -> None:
             )
 
 
-def start(save: str, leaves: Sequence[Leaf], device: torch.device, *, early: bool) -> Transfer:
+def start(
+    save: str,
+    leaves: Sequence[Leaf],
+    device: torch.device,
+    *,
+    early: bool,
+    verify: bool = False,
+    most_threads: int = 0,
+) -> Transfer:
     """Starts moving leaves to an accelerator, and returns while the bytes are on their way.
 
     Args:
@@ -132,6 +140,8 @@ def start(save: str, leaves: Sequence[Leaf], device: torch.device, *, early: boo
         leaves: leaves with elements, whose sizes were checked.
         device: the accelerator, with its index.
         early: whether leaves may be waited for one by one; the current stream is not touched then.
+        verify: whether the CRC-32 of an archive's stored entries is checked, too.
+        most_threads: how many of the device's reader threads may work on this load; 0 for all.
 
     Raises:
         LoadError: an earlier load to the device failed after its call had returned; or this one, already.
@@ -139,7 +149,7 @@ def start(save: str, leaves: Sequence[Leaf], device: torch.device, *, early: boo
     """
     engine = engine_for(device)
     engine.watcher.raise_pending()
-    return engine.start(save, leaves, early=early)
+    return engine.start(save, leaves, early=early, verify=verify, most_threads=most_threads)
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:

@@ -43,11 +43,26 @@ def on(stream: torch.Stream | None, device: torch.device) -> Iterator[None]:
         yield
         return
     previous = current_stream(device)
-    torch.accelerator.set_stream(stream)
+    # A stream's device becomes the current one with it.
+    with current_device_kept():
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(previous)
+
+
+@contextlib.contextmanager
+def current_device_kept() -> Iterator[None]:
+    """Making a stream of another device current makes that device current, too: this makes the former one so again."""
+    if torch.accelerator.current_accelerator() is None:
+        yield
+        return
+    index = torch.accelerator.current_device_index()
     try:
         yield
     finally:
-        torch.accelerator.set_stream(previous)
+        torch.accelerator.set_device_index(index)
 
 
 def check_usable(device: torch.device) -> None:

@@ -1,10 +1,10 @@
-"""Reads a saved directory into a tree, and checks it: every file that the metadata names, its type and its size."""
+"""Reads a save into a tree, and checks it: every file that the metadata names, its type and its size."""
 
 from __future__ import annotations
 
 import math
 import os
-import stat
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from tdgpu.errors import (
-    InvalidArgument,
     KeyEscapeError,
     LeafSizeError,
     MissingLeafError,
@@ -21,7 +20,8 @@ from tdgpu.errors import (
     TdgpuError,
 )
 from tdgpu.layout import classes, collector, keys, metadata
-from tdgpu.layout.files import Where, exists, read_small, size_of
+from tdgpu.layout.files import Where
+from tdgpu.layout.store import Store, open_store
 from tdgpu.layout.tree import Extent, Key, Kind, Leaf, Level, Save, Shape
 from tdgpu.options import get as get_options
 
@@ -38,25 +38,29 @@ def read(
     robust_key: bool | None = True,
     check: bool = True,
 ) -> Save:
-    """Reads the structure of a saved directory.
+    """Reads the structure of a saved directory or archive.
 
     Args:
-        prefix: the directory.
+        prefix: the directory or archive.
         subpath: the nested level to read instead of the root, as a nested key or a ``"/"``-separated path.
         robust_key: whether file names are percent-encoded keys, with a fallback to raw ones (True, None), or raw keys
             only (False).
         check: whether to look at every leaf's file: that it is there, is a file, and holds enough bytes. Without it,
-            one listing per directory tells what is there. Sizes of nested leaves are read in both cases.
+            one listing per directory tells what is there; and an archive's local headers are not read, so that extents
+            have no offset (-1). Sizes of nested leaves are read in both cases.
 
     Returns:
-        The tree. No leaf file has been opened, except the sizes of nested leaves.
+        The tree. No leaf file has been opened, except the sizes of nested leaves. An archive is open: close the save
+        once its non-tensor contents have been read.
 
     Raises:
         SaveNotFound: there is no save at ``prefix``, or a level has no ``meta.json``.
-        InvalidArgument: ``prefix`` is a file.
+        InvalidArgument: ``prefix`` is a file, but no archive of a save.
+        ArchiveError, ChecksumError: the archive is damaged, or refused.
+        NotSupported: a leaf is compressed by an unknown method.
         SubpathError: ``subpath`` names no saved level.
         MissingLeafError: a leaf, child or stack member is not there.
-        LeafSizeError: a leaf's file is too short.
+        LeafSizeError: a leaf's file is too short, or in an archive of another size.
         FormatError: malformed metadata, an unknown class, a key that leads out of the save.
 
     >>> import tempfile, torch
@@ -69,25 +73,29 @@ def read(
     ('b', 'c') (2, 2) torch.float32 16
     """
     root = str(Path(prefix))
-    reader = _Reader(root, robust=robust_key is None or bool(robust_key), check=check)
     parts = None if subpath is None else keys.parts_of(subpath)
-    if parts is None and os.path.isfile(root):
-        raise InvalidArgument("This is a file, but not a saved directory or an archive of one.", file=root)
-    path = root if parts is None else reader.below(parts)
-    with collector.paused():
-        return Save(root, reader.level(path, ()))
+    store = open_store(root, check=check)
+    try:
+        reader = _Reader(root, store, robust=robust_key is None or bool(robust_key), check=check)
+        path = store.root if parts is None else reader.below(parts)
+        with collector.paused():
+            return Save(root, reader.level(path, ()), store)
+    except BaseException:
+        store.close()
+        raise
 
 
 class _Reader:
     """One reading of one save."""
 
-    def __init__(self, save: str, *, robust: bool, check: bool) -> None:
+    def __init__(self, save: str, store: Store, *, robust: bool, check: bool) -> None:
         self.save = save
+        self.store = store
         self.robust = robust
         self.check = check
         # Links can make a small save look endless: the bound on one meta.json also bounds all of them together.
         self.budget = get_options().max_metadata_bytes
-        self.ancestors: list[tuple[int, int]] = []
+        self.ancestors: list[Hashable] = []
         self.stacks = 0  # lazy stacks among them
 
     # --- levels ---
@@ -105,31 +113,24 @@ class _Reader:
             self._tensorclass(level)
         elif level.kind is Kind.LAZY_STACK:
             self._lazy_stack(level, where)
-        elif level.kind is Kind.FOREIGN and exists(os.path.join(path, "_source", "meta.json")):
+        elif level.kind is Kind.FOREIGN and self.store.exists(os.path.join(path, "_source", "meta.json")):
             # Its own loader will read it; what lies there is checked all the same.
             level.children["_source"] = self.level(os.path.join(path, "_source"), key)
         self.ancestors.pop()
         return level
 
-    def _directory(self, where: Where) -> tuple[int, int]:
+    def _directory(self, where: Where) -> Hashable:
         """The identity of the directory of a level, once it is known to be one and not to lie in itself."""
-        try:
-            status = os.stat(where.file)
-        except (OSError, ValueError) as error:
-            failure = where.from_os(error)
-            if failure is None:
-                missing = (MissingLeafError, "The directory of this level is missing.")
-                failure = where.error(*missing if self.ancestors else (SaveNotFound, "There is no save here."))
-            raise failure from error
-        if not stat.S_ISDIR(status.st_mode):
-            raise where.error(MissingLeafError, "A directory is expected here, but this is none.")
-        identity = (status.st_dev, status.st_ino)
+        identity = self.store.directory(where)
+        if identity is None:
+            missing = (MissingLeafError, "The directory of this level is missing.")
+            raise where.error(*missing if self.ancestors else (SaveNotFound, "There is no save here."))
         if len(self.ancestors) > MAX_DEPTH or identity in self.ancestors:
             raise where.malformed(f"The levels of this save form a loop, or lie more than {MAX_DEPTH} deep.")
         return identity
 
     def _meta(self, where: Where) -> dict[str, Any]:
-        data = read_small(where, missing=SaveNotFound, bound=self.budget)
+        data = self.store.read_small(where, missing=SaveNotFound, bound=self.budget)
         self.budget -= len(data)
         return metadata.parse(data, where)
 
@@ -143,7 +144,7 @@ class _Reader:
 
     def _tensorclass(self, level: Level) -> None:
         path = os.path.join(level.path, "_tensordict")
-        if os.path.lexists(path):
+        if self.store.is_named(path):
             child = level.children["_tensordict"] = self.level(path, level.key)
             level.batch_size = child.batch_size
         elif level.kind is Kind.TENSORCLASS:
@@ -156,7 +157,7 @@ class _Reader:
         self.stacks += 1
         if self.stacks > metadata.MAX_STACKED:
             raise where.malformed(f"Lazy stacks are nested more than {metadata.MAX_STACKED} deep.")
-        found = [name for name in os.listdir(level.path) if name.isascii() and name.isdigit()]
+        found = [name for name in self.store.members(level.path) if name.isascii() and name.isdigit()]
         # No count is stored: the largest member that is there says how many there must be.
         present = {int(name) for name in found if len(name) < 10 and str(int(name)) == name}
         for i in range(max(present, default=0) + 1):
@@ -182,9 +183,9 @@ class _Reader:
             return os.path.join(level.path, keys.stay_inside(key, Where(self.save, (*level.key, key), level.path)))
         name = keys.encode(key)
         path = os.path.join(level.path, name)
-        if name != key and not os.path.isdir(path):
+        if name != key and not self.store.is_dir(path):
             legacy = keys.legacy_name(key, child=True)
-            if legacy is not None and os.path.isdir(os.path.join(level.path, legacy)):
+            if legacy is not None and self.store.is_dir(os.path.join(level.path, legacy)):
                 return os.path.join(level.path, legacy)
         return path
 
@@ -195,7 +196,8 @@ class _Reader:
         children: list[str] = []
         base, leaves = level.key, level.leaves
         directory = level.path + "/"
-        listing = None if self.check else set(os.listdir(directory))
+        listing = None if self.check else self.store.listing(directory)
+        extent, is_exact = self.store.extent, self.store.is_archive
         plain = self.robust and keys.all_plain(level.meta)
         # Entries that say the same are one object (see scan), which is looked into once.
         seen: dict[int, tuple[Shape, torch.dtype, int]] = {}
@@ -224,19 +226,20 @@ class _Reader:
             inode = 0
             if listing is None:
                 path, found, inode = self._leaf_file(directory, full, name)
-                if found < nbytes:
-                    raise self._too_short(Where(self.save, full, path), nbytes, found)
+                if found < nbytes or (is_exact and found != nbytes):
+                    raise self._wrong_size(Where(self.save, full, path), nbytes, found)
             elif name in listing:
                 path = directory + name
             else:
                 path = self._unlisted_file(directory, full, name, listing)
-            leaves[key] = Leaf(full, shape, dtype, Extent(path, 0, nbytes, None, inode), None, nbytes)
+            leaves[key] = Leaf(full, shape, dtype, extent(path, nbytes, inode), None, nbytes)
         return children
 
-    def _too_short(self, where: Where, wanted: int, found: int) -> TdgpuError:
+    def _wrong_size(self, where: Where, wanted: int, found: int) -> TdgpuError:
         if found < 0:
             return where.error(MissingLeafError, "The leaf's file is missing.")
-        return where.error(LeafSizeError, "The leaf's file is too short.", wanted=wanted, found=found)
+        what = "short" if found < wanted else "long"
+        return where.error(LeafSizeError, f"The leaf's file is too {what}.", wanted=wanted, found=found)
 
     def _name(self, directory: str, key: Key) -> str:
         """The file name of a leaf."""
@@ -251,6 +254,7 @@ class _Reader:
 
     def _leaf_file(self, directory: str, key: Key, name: str) -> tuple[str, int, int]:
         """The file of a leaf, its size in bytes (-1: missing) and its inode."""
+        size_of = self.store.size_of
         size, inode = size_of(directory + name, self.save, key)
         if size < 0:
             legacy = self._legacy_name(key, name)
@@ -261,12 +265,12 @@ class _Reader:
 
     def _unlisted_file(self, directory: str, key: Key, name: str, listing: set[str]) -> str:
         """The file of a leaf whose own name is not among those in its directory."""
-        if "/" in name and exists(directory + name):
+        if "/" in name and self.store.exists(directory + name):
             return directory + name
         legacy = self._legacy_name(key, name)
         if legacy is not None and legacy in listing:
             return directory + legacy
-        raise self._too_short(Where(self.save, key, directory + name), 0, -1)
+        raise self._wrong_size(Where(self.save, key, directory + name), 0, -1)
 
     def _nested_leaf(self, directory: str, key: Key, shape: Shape, dtype: torch.dtype) -> Leaf:
         """A strided nested tensor: its sizes are read, and the file of its values is checked against them."""
@@ -275,13 +279,14 @@ class _Reader:
         if len(shape) != 2:
             raise where.malformed(f"The sizes of a nested leaf have two dimensions, not the shape {list(shape)}.")
         nbytes = math.prod(shape) * 8
-        data = b""
+        data, at = b"", Extent(where.file, 0, 0)
         if nbytes:  # components without dimensions have sizes without elements, and no file
-            on_disk, _ = size_of(where.file, self.save, key)
-            if on_disk < nbytes:
-                raise self._too_short(where, nbytes, on_disk)
-            data = read_small(where, missing=MissingLeafError, bound=self.budget, exactly=nbytes)
+            on_disk, sizes_inode = self.store.size_of(where.file, self.save, key)
+            if on_disk < nbytes or (self.store.is_archive and on_disk != nbytes):
+                raise self._wrong_size(where, nbytes, on_disk)
+            data = self.store.read_small(where, missing=MissingLeafError, bound=self.budget, exactly=nbytes)
             self.budget -= nbytes
+            at = self.store.extent(where.file, nbytes, sizes_inode)
         sizes = np.frombuffer(data, dtype=np.int64).reshape(shape).copy()
         if (sizes < 0).any():
             raise where.malformed("A nested leaf has a negative size.")
@@ -289,10 +294,10 @@ class _Reader:
         if np.prod(np.maximum(sizes, 1).astype(np.float64), axis=1).sum() * dtype.itemsize >= 2.0**62:
             raise where.malformed("The sizes of this nested leaf are too large.")
         values = int(np.prod(sizes, axis=1).sum()) * dtype.itemsize
-        if values and found < values:
-            raise self._too_short(Where(self.save, key, path), values, found)
-        extent = Extent(path, 0, values, None, inode) if values else None
-        leaf = Leaf(key, shape, dtype, extent, Extent(where.file, 0, nbytes), values)
+        if values and (found < values or (self.store.is_archive and found != values)):
+            raise self._wrong_size(Where(self.save, key, path), values, found)
+        extent = self.store.extent(path, values, inode) if values else None
+        leaf = Leaf(key, shape, dtype, extent, at, values)
         leaf.nested_sizes = _host_tensor(sizes)
         return leaf
 
@@ -304,7 +309,8 @@ class _Reader:
         Raises:
             SubpathError: there is none.
         """
-        path = self.save
+        store = self.store
+        path = store.root
         for part in parts:
             where = Where(self.save, (), os.path.join(path, "meta.json"))
             try:
@@ -316,9 +322,9 @@ class _Reader:
             inner = os.path.join(path, "_tensordict")
             if (
                 part != "_tensordict"
-                and not exists(os.path.join(path, name))
-                and exists(os.path.join(inner, "meta.json"))
-                and exists(where.file)
+                and not store.exists(os.path.join(path, name))
+                and store.exists(os.path.join(inner, "meta.json"))
+                and store.exists(where.file)
                 and classes.is_tensorclass_name(self._meta(where).get("_type"))
             ):
                 path = inner  # a tensorclass keeps its tensors there: resolve the key as its own get() does
@@ -326,12 +332,12 @@ class _Reader:
             legacy = keys.legacy_name(part, child=True) if self.robust else None
             if (
                 legacy is not None
-                and not exists(os.path.join(candidate, "meta.json"))
-                and exists(os.path.join(path, legacy, "meta.json"))
+                and not store.exists(os.path.join(candidate, "meta.json"))
+                and store.exists(os.path.join(path, legacy, "meta.json"))
             ):
                 candidate = os.path.join(path, legacy)
             path = candidate
-        if not exists(os.path.join(path, "meta.json")):
+        if not store.exists(os.path.join(path, "meta.json")):
             raise SubpathError(
                 f"There is no saved level under the subpath {'/'.join(parts)!r}.",
                 save=self.save,

@@ -1,0 +1,1 @@
+"""Archives: zip files whose entries mirror a saved directory."""
