@@ -24,7 +24,8 @@ from test_load_device import MACHINES, machine, same_values
 
 import tdgpu
 from tdgpu import errors
-from tdgpu.transfer import native
+from tdgpu.layout.archive.central import Directory
+from tdgpu.transfer import host, native
 
 # How the archives of these tests are compressed.
 PACKINGS: dict[str, dict[str, Any]] = {
@@ -357,3 +358,40 @@ def test_a_future_in_a_forked_child(packed):
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     future.synchronize()
+
+
+# --- part by part -----------------------------------------------------------------------------------------------------
+
+
+def wants_of(archive: Path) -> list[host.Want]:
+    with Directory(archive) as directory:
+        directory.locate_all()
+        return [
+            host.Want(directory.extent(entry), (name,), 0, entry.nbytes, 0) for name, entry in directory.entries.items()
+        ]
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_parts_make_up_the_whole(packed, packing, threads):
+    found: dict[str, bytearray] = {}
+    for ring_bytes in (64 << 10, 1 << 20):
+        found.clear()
+        parts = host.stream("", wants_of(packed[packing]), threads=threads, verify=True, ring_bytes=ring_bytes)
+        for want, first, data in parts:
+            whole = found.setdefault(want.key[0], bytearray(want.nbytes))
+            assert not any(whole[first : first + len(data)])
+            whole[first : first + len(data)] = data
+        with zipfile.ZipFile(packed[packing]) as archive:
+            assert {name: bytes(data) for name, data in found.items()} == {
+                info.filename: archive.read(info) for info in archive.infolist() if info.file_size
+            }
+
+
+@pytest.mark.parametrize("packing", ["stream", "blocks"])
+def test_parts_that_nobody_wants_are_not_waited_for(packed, packing):
+    for taken in (1, 3):
+        parts = host.stream("", wants_of(packed[packing]), threads=2, verify=True, ring_bytes=64 << 10)
+        for _ in range(taken):
+            next(parts)
+        parts.close()

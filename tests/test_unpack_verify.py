@@ -22,7 +22,7 @@ from test_pack import COMPRESSIONS, blocks_of, files_of, payload_offset
 
 import tdgpu
 from tdgpu import cli
-from tdgpu.archives import reading, unpacking
+from tdgpu.archives import unpacking
 from tdgpu.errors import (
     ArchiveError,
     ChecksumError,
@@ -34,6 +34,7 @@ from tdgpu.errors import (
     TransferError,
 )  # fmt: skip
 from tdgpu.layout.archive import index
+from tdgpu.transfer import host
 
 
 @pytest.fixture
@@ -74,10 +75,8 @@ def test_every_kind_of_save_comes_back(tmp_path, compression):
 
 @pytest.mark.parametrize("threads", [0, 3])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_entries_larger_than_a_window(run, tmp_path, monkeypatch, compression, threads):
-    """Blocks and stored bytes go window by window; what can only be inflated from its beginning goes as a stream."""
-    monkeypatch.setattr(reading, "WINDOW_BYTES", 64 << 10)
-    monkeypatch.setattr(reading, "_PIECE_BYTES", 10_000)
+def test_entries_larger_than_the_ring(run, tmp_path, monkeypatch, compression, threads):
+    monkeypatch.setattr(host, "RING_BYTES", 64 << 10)
     archive = tdgpu.pack_memmap(run, tmp_path / "a.tdz", **COMPRESSIONS[compression])
     tdgpu.unpack_memmap(archive, tmp_path / "new", num_threads=threads)
     assert files_of(tmp_path / "new") == files_of(run)

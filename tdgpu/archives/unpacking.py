@@ -163,17 +163,19 @@ def _hidden(parent: str) -> Iterator[str]:
 
 
 class _Files:
-    """Writes new files, each from beginning to end."""
+    """Writes new files, whose parts may come in any order."""
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._open: dict[str, int] = {}
+        # Of each file that is not complete: its descriptor, and the bytes that are still to come.
+        self._open: dict[str, tuple[int, int]] = {}
 
     def write(self, entry: Entry, first: int, data: memoryview) -> None:
         path = os.path.join(self._root, entry.name)
-        if not first:
-            self._open[entry.name] = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        fd = self._open[entry.name]
+        if entry.name not in self._open:
+            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+            self._open[entry.name] = os.open(path, flags, 0o666), entry.nbytes
+        fd, missing = self._open[entry.name]
         done = 0
         try:
             while done < len(data):
@@ -181,11 +183,13 @@ class _Files:
         except OSError as error:
             error.filename = error.filename or path
             raise
-        if first + done == entry.nbytes:
-            os.close(self._open.pop(entry.name))
+        self._open[entry.name] = fd, missing - done
+        if missing == done:
+            del self._open[entry.name]
+            os.close(fd)
 
     def close(self) -> None:
-        for fd in self._open.values():
+        for fd, _ in self._open.values():
             os.close(fd)
         self._open.clear()
 

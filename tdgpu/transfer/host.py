@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +14,12 @@ from tdgpu.errors import ForkError, LoadError
 from tdgpu.layout.mapped import nested_view
 from tdgpu.layout.tree import Extent, Key, Leaf
 from tdgpu.transfer import native, runs
-from tdgpu.transfer.base import Flight, Transfer
+from tdgpu.transfer.base import Flight, Transfer, failed_piece
+from tdgpu.transfer.chunks import Chunker
 from tdgpu.transfer.native import CHUNK, PIECE, Work
 from tdgpu.transfer.runs import PIECE_RUN, Sources
 
+RING_BYTES = 16 << 20  # of what is read part by part
 PIECE_BYTES = 1 << 20  # of plain bytes: small enough that all threads share a leaf, and that Ctrl-C is heard
 
 
@@ -73,6 +75,60 @@ def read(
         flight.synchronize(tell)
     finally:
         flight.close()
+
+
+def stream(
+    save: str, wants: Sequence[Want], *, threads: int, verify: bool, ring_bytes: int | None = None
+) -> Generator[tuple[Want, int, memoryview], None, None]:
+    """The wanted bytes part by part, through a ring of bounded size, while native threads fill the rest of it.
+
+    Args:
+        save, threads, verify: as of :func:`read`.
+        wants: what is wanted; where it goes does not matter.
+        ring_bytes: bytes of the ring; None for RING_BYTES.
+
+    Yields:
+        What a part belongs to, where it begins in that, and its bytes, which are valid until the next part is asked
+        for. Parts may come in any order. A want without bytes is checked, and has no part. What is inflated is known to
+        be right when all of its parts have come.
+
+    Raises:
+        ChecksumError, LoadError, NotSupported: as of :func:`read`.
+    """
+    read(save, [want for want in wants if not want.nbytes], threads=threads, verify=verify)
+    wants = [want for want in wants if want.nbytes]
+    ring_bytes = RING_BYTES if ring_bytes is None else ring_bytes
+    ring = np.empty(ring_bytes, np.uint8)
+    stage = native.Stage(ring.ctypes.data, ring_bytes, max(1, threads))
+    try:
+        sources, chunker = Sources(), Chunker[Want](min(PIECE_BYTES, ring_bytes // 4), ring_bytes, stage.threads)
+        for number, want in enumerate(wants):
+            chunker.add(sources.cut(want.extent, want.first, want.nbytes, number, verify=verify), want, _ANYWHERE)
+        pieces, chunks = chunker.finish()
+        if not len(chunks):
+            return
+        work = Work(sources.files, pieces, chunks, sources.runs())
+        under_way = stage.post(work)
+        for number, (want, first) in enumerate(chunker.targets):
+            while (offset := under_way.wait_ready(number)) is None:
+                pass
+            _raise_failure(save, wants, work, under_way.report())
+            yield want, first, ring[offset : offset + int(chunks["bytes"][number])].data
+            under_way.set_copied(number)
+    finally:
+        stage.close()  # what is under way is not wanted any more
+
+
+# A chunk that is taken from the ring needs no destination, but one of 0 would mean that nobody wants it.
+_ANYWHERE = 1
+
+
+def _raise_failure(save: str, wants: Sequence[Want], work: Work, report: native.Report) -> None:
+    if report.cause == "none":
+        return
+    piece = work.pieces[report.piece]
+    want = wants[int(piece["leaf"])]
+    raise failed_piece(report, save, want.key, work.files[int(piece["file"])][0], want.extent.packed)
 
 
 class HostFlight(Flight):

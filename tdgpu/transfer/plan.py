@@ -21,16 +21,14 @@ from tdgpu.errors import DeviceError
 from tdgpu.layout import collector
 from tdgpu.layout.mapped import nested_view
 from tdgpu.layout.tree import Key, Leaf, Packed
-from tdgpu.transfer import runs
-from tdgpu.transfer.native import CHUNK, PIECE, Files, Work
-from tdgpu.transfer.runs import AT, BYTES, PIECE_RUN, Sources
+from tdgpu.transfer.chunks import PAGE, PIECE_BYTES, Chunker
+from tdgpu.transfer.native import Files, Work
+from tdgpu.transfer.runs import AT, Sources
 
 MiB = 1 << 20
 
 OWN_STORAGE = MiB  # a leaf of this size keeps no others alive
 ALIGNMENT = 256  # what CUDA's allocators guarantee, so that packed leaves are as usable as others
-PIECE_BYTES = 256 << 10  # small enough that all readers share one chunk, large enough that a read call costs nothing
-PAGE = 4096
 CHUNKS_WANTED = 400  # two operations each: within the about 1,000 that a stream's queue holds
 EVENTS_WANTED = 32  # how finely LoadFuture.wait(key) can tell leaves apart
 
@@ -146,34 +144,20 @@ def make_plan(
         return builder.finish(early, most_threads)
 
 
-_CHUNKS = ("destination", "bytes", "first_piece", "piece_count")
-
-
 class _Builder:
     def __init__(
         self, device: torch.device, chunk_bytes: int, ring_bytes: int, lanes: int, direct: bool, verify: bool
     ) -> None:
         self.device = device
         self.chunk_bytes = chunk_bytes
-        self.ring_bytes = ring_bytes
-        self.lanes = lanes
-        self.direct = direct
         self.verify = verify
         self.sources = Sources()
+        self.chunker = Chunker[torch.UntypedStorage](chunk_bytes, ring_bytes, lanes, direct=direct)
         self.leaves: list[Leaf] = []
         self.values: list[torch.Tensor] = []
-        self.last_chunk: list[int] = []
-        self.targets: list[tuple[torch.UntypedStorage, int]] = []
-        # Rows of the arrays to come, with the columns of runs.COLUMNS and _CHUNKS.
-        self.pieces: list[np.ndarray] = []
-        self.chunks: list[np.ndarray] = []
-        self.piece_count = 0
-        self.chunk_count = 0
         # The segment being packed: leaves and their offsets.
         self.open: list[tuple[Leaf, int]] = []
         self.open_bytes = 0
-        # Runs of more than one chunk, each with the storage that it goes to and its pieces.
-        self.streams: list[tuple[torch.UntypedStorage, np.ndarray]] = []
 
     def add(self, leaf: Leaf) -> None:
         # A nested tensor addresses its buffer from the storage's start, so it cannot share one.
@@ -203,33 +187,16 @@ class _Builder:
         self.leaves.append(leaf)
         self.values.append(values)
 
-    # --- leaves with a storage of their own ---
-
     def _add_alone(self, leaf: Leaf) -> None:
+        """A leaf with a storage of its own."""
         shape = leaf.shape if leaf.nested_sizes is None else (leaf.nbytes // leaf.dtype.itemsize,)
         values = self._empty(shape, leaf.dtype, leaf, "a leaf")
-        storage, pieces = values.untyped_storage(), self._cut(leaf)
+        storage = values.untyped_storage()
+        self.chunker.add(self._cut(leaf), storage, storage.data_ptr())
         self._placed(leaf, values)
-        if not pieces[0, PIECE_RUN]:
-            chunk = self.chunk_bytes
-            pieces = runs.split(pieces, min(chunk, PIECE_BYTES))
-            pieces[:, runs.DIRECT] = self.direct
-            self._add_chunks(pieces, storage, pieces[:, AT] // np.uint64(chunk))
-            return
-        block = int(pieces[:, BYTES].max())
-        if len(pieces) > 1 and block <= self.ring_bytes // 4:
-            # Each chunk takes whole blocks. They are counted from the second one, where a range of rows may begin
-            # inside the first.
-            per_chunk = max(self.chunk_bytes // block, 1)
-            self._add_chunks(pieces, storage, np.arange(len(pieces), dtype=np.uint64) // np.uint64(per_chunk))
-        elif leaf.nbytes <= self.chunk_bytes:
-            self._add_chunks(pieces, storage, np.zeros(len(pieces), np.uint64))
-        else:
-            self.streams.extend((storage, pieces[i : i + 1]) for i in range(len(pieces)))
-
-    # --- leaves that share one ---
 
     def _close_segment(self) -> None:
+        """The open leaves, which share a storage."""
         if not self.open:
             return
         last, offset = self.open[-1]
@@ -245,63 +212,19 @@ class _Builder:
             values = torch.empty(0, dtype=leaf.dtype, device=self.device)
             values.set_(storage, offset // leaf.dtype.itemsize, leaf.shape, _contiguous_strides(leaf.shape))
             self._placed(leaf, values)
-        whole = np.concatenate(tables)
-        self._add_chunks(whole, storage, np.zeros(len(whole), np.uint64))
+        self.chunker.add_together(np.concatenate(tables), storage, storage.data_ptr())
         self.open = []
         self.open_bytes = 0
 
-    def _add_chunks(self, pieces: np.ndarray, storage: torch.UntypedStorage, chunk_of: np.ndarray) -> None:
-        """Chunks that fill `storage`, from pieces that follow each other in it; `chunk_of` tells them apart."""
-        first = np.flatnonzero(np.concatenate(([True], chunk_of[1:] != chunk_of[:-1])))
-        last = np.append(first[1:], len(pieces)) - 1
-        starts = pieces[first, AT]
-        chunks = np.empty((len(first), len(_CHUNKS)), np.uint64)
-        chunks[:, 0] = starts + np.uint64(storage.data_ptr())
-        chunks[:, 1] = pieces[last, AT] + pieces[last, BYTES] - starts
-        chunks[:, 2] = first + self.piece_count
-        chunks[:, 3] = last - first + 1
-        pieces[:, AT] -= np.repeat(starts, last - first + 1)
-        self.targets.extend((storage, start) for start in starts.tolist())
-        self.pieces.append(pieces)
-        self.chunks.append(chunks)
-        self.piece_count += len(pieces)
-        self.chunk_count += len(chunks)
-
-    # --- runs of several chunks ---
-
-    def _add_streams(self) -> None:
-        """The chunks of long runs, such that as many are inflated side by side as there are threads.
-
-        Who inflates a run holds on to it until its end, and waits for places in the ring meanwhile. So no more of them
-        may be under way at any point of the order of chunks than there are threads, or the chunk that all wait for
-        would be nobody's. Every run belongs to one of as many lanes, and the lanes are merged by bytes.
-        """
-        # Each lane wants a chunk in the ring that is copied and one that is filled.
-        size = min(self.chunk_bytes, self.ring_bytes // (2 * self.lanes))
-        size = max(size // PAGE * PAGE, PAGE)
-        ends = [0] * self.lanes
-        order: list[tuple[int, int, torch.UntypedStorage, np.ndarray]] = []
-        for storage, run in self.streams:
-            lane = ends.index(min(ends))
-            for piece in runs.split(run, size):
-                ends[lane] += int(piece[BYTES])
-                order.append((ends[lane], lane, storage, piece[None].copy()))
-        order.sort(key=lambda chunk: chunk[:2])
-        for _, _, storage, piece in order:
-            self._add_chunks(piece, storage, np.zeros(1, np.uint64))
-        self.streams = []
-
     def finish(self, early: bool, most_threads: int) -> LoadPlan:
         self._close_segment()
-        self._add_streams()
-        pieces = runs.structures(PIECE, runs.COLUMNS, self.pieces)
-        chunks = runs.structures(CHUNK, _CHUNKS, self.chunks)
+        pieces, chunks = self.chunker.finish()
         events = _spread_events(chunks) if early else 0
         last_chunk = np.zeros(len(self.leaves), np.int64)
         np.maximum.at(last_chunk, pieces["leaf"], np.repeat(np.arange(len(chunks)), chunks["piece_count"]))
         return LoadPlan(
             Work(self.sources.files, pieces, chunks, self.sources.runs(), most_threads),
-            self.targets,
+            self.chunker.targets,
             self.leaves,
             last_chunk.tolist(),
             self.values,
