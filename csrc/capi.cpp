@@ -215,8 +215,10 @@ TDGPU_API int tdgpu_readers_create(uint32_t threads, Readers** readers) {
 }
 
 // Joins the threads. Reads that are queued end without being read.
-TDGPU_API void tdgpu_readers_destroy(Readers* readers) {
-    delete readers;
+// `readers` is null afterwards: the caller may be interrupted before it can note that itself.
+TDGPU_API void tdgpu_readers_destroy(Readers** readers) {
+    delete *readers;
+    *readers = nullptr;
 }
 
 TDGPU_API int tdgpu_readers_post(Readers* readers, const PlanView* view, SharedLoad** read) {
@@ -249,6 +251,11 @@ TDGPU_API void tdgpu_stage_facts(Stage* stage, uint64_t* bytes, uint32_t* thread
 
 TDGPU_API void tdgpu_stage_cancel(Stage* stage) {
     stage->cancel();
+}
+
+// Joins the threads. Reads that are queued end without being read.
+TDGPU_API void tdgpu_stage_stop(Stage* stage) {
+    stage->stop();
 }
 
 TDGPU_API void tdgpu_stage_destroy(Stage* stage) {

@@ -19,6 +19,11 @@ public:
     }
 };
 
+void fail(Decoder::Step& step, Cause cause, const char* why) {
+    step.cause = cause;
+    step.error = why;
+}
+
 // The stream interfaces of these libraries count in 32 bits.
 unsigned at_most_4g(size_t size) {
     return unsigned(std::min<size_t>(size, UINT_MAX));
@@ -37,17 +42,19 @@ public:
         stream_.next_out = out;
         stream_.avail_out = at_most_4g(out_size);
         const int result = codecs.zlib.inflate(&stream_, 0);
-        Step step{size_t(stream_.next_in - in), size_t(stream_.next_out - out), result == kStreamEnd, nullptr};
+        Step step{size_t(stream_.next_in - in), size_t(stream_.next_out - out), result == kStreamEnd};
         // "No progress" is for the caller to judge, who knows whether there is more input.
-        if (result != 0 && result != kStreamEnd && result != kNoProgress)
-            step.error = result == kNoMemory ? "no memory for inflating"
-                         : stream_.message   ? stream_.message
-                                             : "invalid deflate data";
+        if (result != 0 && result != kStreamEnd && result != kNoProgress) {
+            if (result == kMemoryError)
+                fail(step, Cause::memory, kNoMemory);
+            else
+                fail(step, Cause::damaged, stream_.message ? stream_.message : "invalid deflate data");
+        }
         return step;
     }
 
 private:
-    static constexpr int kRaw = -15, kStreamEnd = 1, kNoMemory = -4, kNoProgress = -5;
+    static constexpr int kRaw = -15, kStreamEnd = 1, kMemoryError = -4, kNoProgress = -5;
     ZlibStream stream_{};
     bool is_ready_ = false;
 };
@@ -69,13 +76,15 @@ public:
         step.used = size_t(reinterpret_cast<const uint8_t*>(stream_.next_in) - in);
         step.made = size_t(reinterpret_cast<uint8_t*>(stream_.next_out) - out);
         step.has_ended = result == kStreamEnd;
-        if (result != 0 && result != kStreamEnd)
-            step.error = result == kNoMemory ? "no memory for inflating" : "invalid bzip2 data";
+        if (result == kMemoryError)
+            fail(step, Cause::memory, kNoMemory);
+        else if (result != 0 && result != kStreamEnd)
+            fail(step, Cause::damaged, "invalid bzip2 data");
         return step;
     }
 
 private:
-    static constexpr int kStreamEnd = 4, kNoMemory = -3;
+    static constexpr int kStreamEnd = 4, kMemoryError = -3;
     Bzip2Stream stream_{};
     bool is_ready_ = false;
 };
@@ -97,7 +106,7 @@ public:
         if (header_used_ < sizeof header_) return step;
         if (!has_begun_) {
             has_begun_ = true;
-            if (header_[2] != 5 || header_[3] != 0) return failed("invalid lzma properties");
+            if (header_[2] != 5 || header_[3] != 0) return invalid_properties();
             uint32_t dictionary;
             memcpy(&dictionary, header_ + 5, sizeof dictionary);
             // No match reaches back further than there are bytes: a larger dictionary would only cost memory.
@@ -113,8 +122,11 @@ public:
             stream_.next_out = out;
             stream_.avail_out = out_size;  // nothing comes of a header, but without room the library stands still
             const int result = codecs.lzma.code(&stream_, 0);
-            if (result != 0 && result != kNoProgress) return failed(reason(result));
-            if (stream_.avail_in) return failed("invalid lzma properties");
+            if (result != 0 && result != kNoProgress) {
+                fail_with(step, result);
+                return step;
+            }
+            if (stream_.avail_in) return invalid_properties();
         }
         stream_.next_in = in + step.used;
         stream_.avail_in = in_size - step.used;
@@ -124,24 +136,27 @@ public:
         step.used = size_t(stream_.next_in - in);
         step.made = size_t(stream_.next_out - out);
         step.has_ended = result == kStreamEnd;
-        if (result != 0 && result != kStreamEnd && result != kNoProgress) step.error = reason(result);
+        if (result != 0 && result != kStreamEnd && result != kNoProgress) fail_with(step, result);
         return step;
     }
 
 private:
-    static constexpr int kStreamEnd = 1, kNoMemory = 5, kMemoryLimit = 6, kNoProgress = 10;
+    static constexpr int kStreamEnd = 1, kMemoryError = 5, kMemoryLimit = 6, kNoProgress = 10;
     // The largest preset of xz and 7-Zip has a dictionary of 64 MiB.
     static constexpr uint64_t kMostMemory = uint64_t(288) << 20;
 
-    static Step failed(const char* why) {
+    static Step invalid_properties() {
         Step step;
-        step.error = why;
+        fail(step, Cause::damaged, "invalid lzma properties");
         return step;
     }
-    static const char* reason(int result) {
-        return result == kNoMemory      ? "no memory for inflating"
-               : result == kMemoryLimit ? "its lzma dictionary is larger than 256 MiB"
-                                        : "invalid lzma data";
+    static void fail_with(Step& step, int result) {
+        if (result == kMemoryError)
+            fail(step, Cause::memory, kNoMemory);
+        else if (result == kMemoryLimit)
+            fail(step, Cause::unsupported, "its lzma dictionary is larger than 256 MiB");
+        else
+            fail(step, Cause::damaged, "invalid lzma data");
     }
 
     const uint64_t bytes_;
@@ -164,44 +179,50 @@ public:
         ZstdIn from{in, in_size, 0};
         ZstdOut to{out, out_size, 0};
         const size_t result = codecs.zstd.decompress(stream_, &to, &from);
-        Step step{from.position, to.position, false, nullptr};
+        Step step{from.position, to.position, result == 0};
         if (codecs.zstd.is_error(result)) {
-            step.error = codecs.zstd.error_name(result);
-        } else {
-            step.has_ended = result == 0;
+            // The library gives its error codes as negative sizes (read: zstd_errors.h).
+            const size_t code = size_t(0) - result;
+            const Cause cause = code == kMemoryError      ? Cause::memory
+                                : code == kWindowTooLarge ? Cause::unsupported
+                                                          : Cause::damaged;
+            fail(step, cause, codecs.zstd.error_name(result));
         }
         return step;
     }
     bool goes_on_after_end() const override { return true; }  // a stream is any number of frames
 
 private:
+    static constexpr size_t kWindowTooLarge = 16, kMemoryError = 64;
     void* stream_ = nullptr;
 };
 
 template <class Kind, class... Arguments>
-std::unique_ptr<Decoder> make(std::string& error, Arguments&&... arguments) {
+std::unique_ptr<Decoder> make(Damage& damage, Arguments&&... arguments) {
     auto decoder = std::make_unique<Kind>(std::forward<Arguments>(arguments)...);
     if (decoder->init()) return decoder;
-    error = "no memory for inflating";
+    damage.cause = Cause::memory;
+    damage.message = kNoMemory;
     return nullptr;
 }
 
 }  // namespace
 
-std::unique_ptr<Decoder> make_decoder(const Run& run, std::string& error) {
+std::unique_ptr<Decoder> make_decoder(const Run& run, Damage& damage) {
     switch (Method(run.method)) {
         case Method::stored:
             return std::make_unique<StoredDecoder>();
         case Method::deflate:
-            return make<DeflateDecoder>(error);
+            return make<DeflateDecoder>(damage);
         case Method::bzip2:
-            return make<Bzip2Decoder>(error);
+            return make<Bzip2Decoder>(damage);
         case Method::lzma:
-            return make<LzmaDecoder>(error, run);
+            return make<LzmaDecoder>(damage, run);
         case Method::zstd:
-            return make<ZstdDecoder>(error);
+            return make<ZstdDecoder>(damage);
     }
-    error = "an unknown compression method";
+    damage.cause = Cause::unsupported;
+    damage.message = "an unknown compression method";
     return nullptr;
 }
 

@@ -17,10 +17,15 @@ constexpr uint8_t kClosing[2] = {0x03, 0x00};
 // A decompressor may now and then neither use nor make a byte, but not for ever.
 constexpr int kMostIdleSteps = 16;
 
-Damage damaged(std::string message) {
+Damage failed(Cause cause, std::string message) {
     Damage damage;
+    damage.cause = cause;
     damage.message = std::move(message);
     return damage;
+}
+
+Damage damaged(std::string message) {
+    return failed(Cause::damaged, std::move(message));
 }
 
 Damage wrong_size(const Run& run, const char* how) {
@@ -62,7 +67,7 @@ Damage Inflater::whole(const Run& run, File& file, void* to) {
     Damage damage = read_whole(run, file);
     if (damage.any()) return damage;
     if (!whole_decompressor_) whole_decompressor_ = codecs.libdeflate.alloc_decompressor();
-    if (!whole_decompressor_) return damaged("no memory for inflating");
+    if (!whole_decompressor_) return failed(Cause::memory, kNoMemory);
     size_t used = 0, made = 0;
     const size_t size = size_t(run.stored) + (run.flags & Run::kOpenEnd ? sizeof kClosing : 0);
     const int result =
@@ -87,8 +92,8 @@ Damage Inflater::read(const Run& run, File& file, uint64_t at, uint8_t* to, size
     const ReadResult result = file.read(to, bytes, off_t(offset));
     Damage damage;
     if (result.got == bytes) return damage;
+    damage.cause = result.error ? Cause::read : Cause::truncated;
     damage.error = result.error;
-    damage.is_truncated = !result.error;
     damage.wanted = offset + bytes;
     damage.found = offset + result.got;
     return damage;
@@ -104,9 +109,9 @@ Damage Inflater::begin(const Run& run, File& file, const std::atomic<bool>& stop
     stored_read_ = made_ = 0;
     crc_ = 0;
     has_ended_ = false;
-    std::string error;
-    decoder_ = make_decoder(run, error);
-    return decoder_ ? Damage() : damaged(std::move(error));
+    Damage damage;
+    decoder_ = make_decoder(run, damage);
+    return damage;
 }
 
 Damage Inflater::advance(uint8_t* to, size_t bytes, size_t& made) {
@@ -125,7 +130,7 @@ Damage Inflater::advance(uint8_t* to, size_t bytes, size_t& made) {
         const Decoder::Step step = decoder_->step(in_.data() + in_begin_, in_end_ - in_begin_, to + made, bytes - made);
         in_begin_ += step.used;
         made += step.made;
-        if (step.error) return damaged(step.error);
+        if (step.cause != Cause::none) return failed(step.cause, step.error);
         has_ended_ = step.has_ended && !(decoder_->goes_on_after_end() && !is_used_up());
         idle_steps = step.used || step.made ? 0 : idle_steps + 1;
         if (idle_steps && is_used_up()) break;
@@ -138,7 +143,7 @@ Damage Inflater::produce(void* to, size_t bytes) {
     // In windows, so that the bytes are in the processor's cache when their CRC is taken, and a stop is noticed.
     uint8_t* next = static_cast<uint8_t*>(to);
     while (bytes) {
-        if (stop_->load(std::memory_order_relaxed)) return damaged("the load was cancelled");
+        if (stop_->load(std::memory_order_relaxed)) return failed(Cause::cancelled, "the load was cancelled");
         const size_t size = std::min(bytes, kWindow);
         size_t made = 0;
         const Damage damage = advance(next, size, made);
@@ -153,6 +158,7 @@ Damage Inflater::produce(void* to, size_t bytes) {
 }
 
 Damage Inflater::skip_to(uint64_t offset) {
+    if (made_ == offset) return Damage();
     skipped_.resize(kWindow);
     while (made_ < offset) {
         const Damage damage = produce(skipped_.data(), size_t(std::min<uint64_t>(offset - made_, kWindow)));

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "error.h"
 #include "io.h"
 
 namespace tdgpu {
@@ -32,13 +33,14 @@ struct Run {
     static constexpr uint32_t kEndMarker = 2;  // an lzma stream that ends with a marker
 };
 
-// Why a run could not be inflated: errno where the file could not be read; else words.
+// Why bytes could not be had. `cause` is none where they could.
 struct Damage {
-    int error = 0;
-    bool is_truncated = false;       // the file ended early
-    uint64_t wanted = 0, found = 0;  // for that, in bytes of the file
-    std::string message;             // empty: no damage
-    bool any() const { return error || is_truncated || !message.empty(); }
+    Cause cause = Cause::none;
+    int error = 0;                   // errno, for Cause::read
+    uint64_t wanted = 0, found = 0;  // for read and truncated, in bytes of the file
+    std::string message;             // for the others
+
+    bool any() const { return cause != Cause::none; }
 };
 
 // One library's decompressor, fed step by step.
@@ -47,7 +49,8 @@ public:
     struct Step {
         size_t used = 0, made = 0;
         bool has_ended = false;
-        const char* error = nullptr;
+        Cause cause = Cause::none;
+        const char* error = nullptr;  // unless cause is none
     };
     virtual ~Decoder() = default;
     // Whether what follows an end is another part of the same stream.

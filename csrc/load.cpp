@@ -123,7 +123,13 @@ void Load::inflate(uint32_t index, Worker& worker, const std::atomic<bool>& stop
             char* base = place(chunk);
             char* to = base ? base + piece.chunk_offset : nullptr;
             if (goes_on) {
-                const Damage damage = inflate_piece(run, piece, i == begin, i + 1 == end, to, worker);
+                Damage damage;
+                try {
+                    damage = inflate_piece(run, piece, i == begin, i + 1 == end, to, worker);
+                } catch (const std::bad_alloc&) {
+                    damage.cause = Cause::memory;
+                    damage.message = "no memory for inflating";
+                }
                 if (damage.any()) {
                     goes_on = false;
                     if (!is_cancelled()) record(damage, p);
@@ -142,8 +148,9 @@ void Load::inflate(uint32_t index, Worker& worker, const std::atomic<bool>& stop
 Damage Load::inflate_piece(const Run& run, const Piece& piece, bool is_first, bool is_last, char* to, Worker& worker) {
     Inflater& inflater = worker.inflater;
     if (is_first) {
-        Damage damage;
-        damage.error = open(run.file, false, worker);
+        Damage damage = open(run.file, false, worker);
+        damage.wanted = run.file_offset + run.stored;
+        damage.found = run.file_offset;
         if (damage.any()) return damage;
         // All at once, if that needs no more memory than a usual block.
         constexpr uint64_t kMostScratch = 4 << 20;
@@ -174,27 +181,28 @@ void Load::complete(uint32_t chunk, uint32_t pieces) {
     }
 }
 
-int Load::open(uint32_t file, bool direct, Worker& worker) const {
-    if (worker.file.is_open() && worker.load == id_ && worker.file_index == file) return 0;
+Damage Load::open(uint32_t file, bool direct, Worker& worker) const {
+    Damage damage;
+    if (worker.file.is_open() && worker.load == id_ && worker.file_index == file) return damage;
     worker.load = id_;
     worker.file_index = file;
-    return worker.file.open(plan_.files[file].path, plan_.files[file].inode, direct);
+    damage.error = worker.file.open(plan_.files[file].path, plan_.files[file].inode, direct);
+    if (damage.error) damage.cause = Cause::read;
+    return damage;
 }
 
 void Load::read_piece(uint32_t index, char* to, Worker& worker) {
     const Piece& piece = plan_.pieces[index];
-    Damage damage;
+    Damage damage = open(piece.file, piece.direct != 0, worker);
     ReadResult result;
-    damage.error = open(piece.file, piece.direct != 0, worker);
-    if (!damage.error) {
+    if (!damage.any()) {
         result = worker.file.read(to, piece.bytes, off_t(piece.offset));
+        bytes_read_.fetch_add(result.got, std::memory_order_relaxed);
+        if (result.got == piece.bytes) return;
+        damage.cause = result.error ? Cause::read : Cause::truncated;
         damage.error = result.error;
     }
-    bytes_read_.fetch_add(result.got, std::memory_order_relaxed);
-    if (result.got == piece.bytes) return;
-
     memset(to + result.got, kUnreadable, piece.bytes - result.got);
-    damage.is_truncated = !damage.error;
     damage.wanted = piece.offset + piece.bytes;
     damage.found = piece.offset + result.got;
     record(damage, index);
@@ -202,15 +210,15 @@ void Load::read_piece(uint32_t index, char* to, Worker& worker) {
 
 void Load::record(const Damage& damage, uint32_t piece) {
     Failure failure;
-    failure.cause = damage.error ? Cause::read : damage.is_truncated ? Cause::truncated : Cause::damaged;
+    failure.cause = damage.cause;
     failure.code = damage.error;
     failure.piece = piece;
     failure.wanted = damage.wanted;
     failure.found = damage.found;
-    failure.message = damage.error == ESTALE ? "another file took its place while the save was being loaded"
-                      : damage.error         ? strerror(damage.error)
-                      : damage.is_truncated  ? "the file ended early"
-                                             : damage.message;
+    failure.message = damage.error == ESTALE             ? "another file took its place while the save was being loaded"
+                      : damage.cause == Cause::read      ? strerror(damage.error)
+                      : damage.cause == Cause::truncated ? "the file ended early"
+                                                         : damage.message;
     record(std::move(failure));
 }
 
@@ -223,7 +231,6 @@ void Load::record(Failure failure) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (failure_.cause != Cause::none) return;
     failure_ = std::move(failure);
-    failed_.store(true, std::memory_order_release);
 }
 
 Failure Load::failure() const {

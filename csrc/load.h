@@ -117,13 +117,12 @@ public:
     uint64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
 
     void record(Failure failure);  // the first one is kept
-    bool has_failed() const { return failed_.load(std::memory_order_acquire); }
     Failure failure() const;
 
 private:
     bool wait_for_place(uint32_t chunk, const std::atomic<bool>& stop) const;
     char* place(uint32_t chunk) const;
-    int open(uint32_t file, bool direct, Worker& worker) const;
+    Damage open(uint32_t file, bool direct, Worker& worker) const;
     void read_piece(uint32_t index, char* to, Worker& worker);
     Damage inflate_piece(const Run& run, const Piece& piece, bool is_first, bool is_last, char* to, Worker& worker);
     void complete(uint32_t chunk, uint32_t pieces);
@@ -144,7 +143,6 @@ private:
     std::atomic<uint64_t> bytes_read_{0};
     std::atomic<bool> cancelled_{false};
     std::atomic<uint32_t> stranded_from_{UINT32_MAX};
-    std::atomic<bool> failed_{false};
 
     mutable std::mutex mutex_;
     std::condition_variable filled_;

@@ -82,37 +82,42 @@ void Readers::run(unsigned number) {
 
 bool Readers::take(unsigned number, Work& work, Worker& worker) {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (work.load) {
+    std::shared_ptr<Load> last = std::move(work.load);
+    if (last) {
         working_[number] = nullptr;
-        const bool was_full = work.load->workers-- == work.load->plan().most_threads;
-        work.load.reset();
-        if (was_full) posted_.notify_one();
+        last->workers--;
     }
     auto find = [&] {
         for (size_t i = 0; i < queue_.size();) {
-            const size_t before = queue_.size();
-            if (take_from(i, work)) {
+            const bool has_work = take_from(queue_[i], work);
+            if (queue_[i].chunk == queue_[i].load->chunk_count()) {
+                queue_.erase(queue_.begin() + std::ptrdiff_t(i));
+                // Who waited for this load to have room for one more has nothing left to wait for.
+                if (stop_) posted_.notify_all();
+            } else {
+                i++;
+            }
+            if (has_work) {
                 working_[number] = work.load.get();
                 return true;
             }
-            if (queue_.size() == before) i++;
         }
         return false;
     };
-    if (find()) return true;
-    if (queue_.empty()) {
-        // Nothing to do: hold no memory meanwhile, and no file, so that the user can unmount or delete.
-        lock.unlock();
-        worker.rest();
-        lock.lock();
-    }
-    bool has_work = false;
+    bool has_work = find();
+    // Another thread may take this one's place at a load that was full.
+    if (last && last != work.load && last->plan().most_threads != UINT32_MAX) posted_.notify_one();
+    last.reset();
+    if (has_work) return true;
+    // Nothing to do: hold no memory meanwhile, and no file, so that the user can unmount or delete.
+    lock.unlock();
+    worker.rest();
+    lock.lock();
     posted_.wait(lock, [&] { return (has_work = find()) || (stop_ && queue_.empty()); });
     return has_work;
 }
 
-bool Readers::take_from(size_t position, Work& work) {
-    Cursor& cursor = queue_[position];
+bool Readers::take_from(Cursor& cursor, Work& work) {
     Load& load = *cursor.load;
     if (load.workers >= load.plan().most_threads) return false;
     const std::vector<Piece>& pieces = load.plan().pieces;
@@ -140,10 +145,6 @@ bool Readers::take_from(size_t position, Work& work) {
         load.workers++;
     else
         work.load.reset();
-    if (cursor.chunk == load.chunk_count()) {
-        queue_.erase(queue_.begin() + std::ptrdiff_t(position));
-        if (stop_) posted_.notify_all();  // who waited for this load to have room for one more has nothing left to do
-    }
     return has_work;
 }
 

@@ -23,7 +23,8 @@ public:
 
     unsigned thread_count() const { return unsigned(threads_.size()); }
 
-    // Queues all of the load's chunks. Loads are served in the order in which they came.
+    // Queues all of the load's chunks. Loads are served in the order in which they came, except that
+    // a load has at most as many threads as its plan allows.
     void post(std::shared_ptr<Load> load);
 
     // What is queued or under way need not be read any more. Chunks still wait for their places and open their gates in
@@ -42,7 +43,6 @@ private:
     };
     void run(unsigned number);
     bool take(unsigned number, Work& work, Worker& worker);
-    bool take_from(size_t position, Work& work);
 
     std::mutex mutex_;
     std::condition_variable posted_;
@@ -50,6 +50,7 @@ private:
         std::shared_ptr<Load> load;
         uint32_t chunk = 0, piece = 0;
     };
+    static bool take_from(Cursor& cursor, Work& work);
     std::deque<Cursor> queue_;
     std::vector<Load*> working_;  // by thread: what it works on, or null
     std::atomic<bool> stop_{false};

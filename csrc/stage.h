@@ -13,9 +13,12 @@ public:
     // `memory` is the caller's, and outlives the stage.
     Stage(char* memory, size_t bytes, unsigned threads) : ring_(memory, bytes), readers_(threads) {}
     ~Stage() {
-        readers_.stop();
+        stop();
         ring_.release();
     }
+
+    // Ends the readers. What was posted can still be asked about.
+    void stop() { readers_.stop(); }
 
     // One load after the other: the next one may be posted once the chunks of the last are all taken, or stranded.
     std::shared_ptr<Load> post(Plan plan);

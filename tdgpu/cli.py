@@ -195,7 +195,8 @@ def main() -> None:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(1)
     except OSError as error:
-        if error.filename is None:  # not about a file that the user named: a traceback tells more
+        if error.errno is None:  # not the system's: a traceback tells more
             raise
-        sys.stderr.write(f"error: {error.strerror}: {error.filename}\n")
+        # Without a file's name it is most likely the output that cannot be written.
+        sys.stderr.write(f"error: {error.strerror}{f': {error.filename}' if error.filename else ''}\n")
         sys.exit(1)

@@ -125,6 +125,8 @@ def load_memmap(
         raise InvalidArgumentType(f"out must be a tensor collection, got a {type(out).__name__}.")
     wanted_rows = None if rows is None else check(rows)
     # So many threads inflate on the CPU, 0 being one after the other; on a device at most so many of the engine's.
+    if not hasattr(num_threads, "__index__"):
+        raise InvalidArgumentType(f"num_threads is a whole number, not {num_threads!r}.")
     threads = operator.index(num_threads)
     started = time.perf_counter()
     target = None if device is None else torch.device(device)
@@ -170,9 +172,12 @@ def load_memmap(
                 transfer = carrier.get(leaf)
                 return on_host(leaf) if transfer is None else transfer.tensor(leaf)
 
-            if not (non_blocking or return_early):
-                # First the bytes, so that an `out` is left as it was where they cannot be had.
+            if not return_early:
+                # First the bytes, so that an `out` is left as it was where they cannot be had. On the CPU there is no
+                # stream that could wait for them.
                 for transfer in transfers.values():
+                    if non_blocking and transfer.device.type != "cpu":
+                        continue
                     what = "inflating" if transfer.device.type == "cpu" else f"loading to {transfer.device}"
                     with bar(what, transfer.flight.nbytes, enabled=progress) as tell:
                         transfer.synchronize(tell)

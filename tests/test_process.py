@@ -162,6 +162,43 @@ print(interrupted > 20, right, sim.violations())
     assert (done.returncode, done.stdout) == (0, "True True []\n"), done.stderr
 
 
+def test_interrupts_of_loads_to_the_cpu(tmp_path):
+    """Native threads inflate into the tensors' memory: it must not go before them, whenever the interrupt comes."""
+    code = """
+import random, threading
+from tensordict import TensorDict
+td = TensorDict({f"w{i}": torch.full((300_000,), float(i)) for i in range(8)})
+archives = [tdgpu.save(td, f"{prefix}/{block}.tdz", compression="deflate", block_size=block) for block in (65536, None)]
+def interrupt(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, interrupt)
+random.seed(1)
+threads = threading.active_count()
+interrupted = 0
+for i in range(200):
+    ways = [{}, {"return_early": True}, {"rows": None, "num_threads": 0}]
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.choice([0.0005, 0.002, 0.005, 0.01]) * (0.5 + random.random()))
+        loaded = tdgpu.load_memmap(archives[i % 2], **{"num_threads": 2, **ways[i % 3]})
+        if i % 3 == 1:
+            loaded.result()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        interrupted += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    loaded = None
+    other = [torch.full((300_000,), -1.0) for _ in range(8)]  # what is given back is used again, at once
+    assert all((one == -1).all() for one in other)
+loaded = tdgpu.load_memmap(archives[0], num_threads=2)
+right = all((loaded[f"w{i}"] == i).all().item() for i in range(8))
+left = [name for name in os.listdir("/proc/self/task") if "tdgpu" in open(f"/proc/self/task/{name}/comm").read()]
+print(interrupted > 20, right, left, sim.violations())
+"""
+    done = run(code, tmp_path, timeout=110)
+    assert (done.returncode, done.stdout) == (0, "True True [] []\n"), done.stderr
+
+
 def test_a_forked_child_gets_a_clear_error_and_can_use_the_cpu(save):
     code = """
 tdgpu.load_memmap(prefix, device="simgpu")

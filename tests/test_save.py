@@ -417,3 +417,34 @@ def test_an_interrupt_leaves_nothing_in_flight(sim, tmp_path, monkeypatch):
 def test_point_is_what_plain_tensordict_loads(tmp_path):
     loaded = tensordict.load(tdgpu.save(BUILDERS["point"](), tmp_path / "a.tdz", compression="lzma"))
     assert type(loaded) is Point
+
+
+@pytest.mark.parametrize("compression", [None, "deflate", "bzip2"])
+def test_a_leaf_that_changes_meanwhile_leaves_a_sound_archive(tmp_path, compression):
+    """Its values may be of two moments; but the CRC-32 is that of the bytes that were written."""
+    td = TensorDict(a=torch.zeros(1_500_000), b=torch.zeros(3, 1_000_000).t())
+    stop = threading.Event()
+
+    def change():
+        value = 0
+        while not stop.is_set():
+            value += 1
+            td["a"].fill_(value)
+            td["b"].fill_(value)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(2):
+            archive = tdgpu.save(td, tmp_path / "x.tdz", compression=compression, compresslevel=1)
+            assert tdgpu.verify_memmap(archive).problems == ()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_failed_save_removes_the_directories_that_it_made(tmp_path):
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(NotImplementedError):
+        tdgpu.save(TensorDict(a=torch.empty(3, device="meta")), tmp_path / "kept" / "y" / "z" / "x.tdz")
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]

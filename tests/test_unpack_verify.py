@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import tensordict
 import torch
+from archives.raw import Entry, write
 from saves import SAVES
 from tensordict import TensorDict
 from test_pack import COMPRESSIONS, blocks_of, files_of, payload_offset
@@ -438,3 +441,37 @@ def test_plain_streams_on_request(run, tmp_path, call):
     assert call("pack", run, tmp_path / "a.tdz", "--compression", "deflate", "--block-size", "none")[0] == 0
     assert blocks_of(tmp_path / "a.tdz", "big.memmap") is None
     assert zlib.crc32(zipfile.ZipFile(tmp_path / "a.tdz").read("big.memmap"))
+
+
+def test_what_a_killed_process_leaves_is_not_packed(run, tmp_path):
+    """A process that is killed while it unpacks into a save leaves a hidden directory there."""
+    archive = tdgpu.pack_memmap(run, tmp_path / "a.tdz")
+    pid = os.fork()
+    if pid == 0:
+        unpacking._move = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+        tdgpu.unpack_memmap(archive, run)
+        os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    assert any(path.name.startswith(".tdz-") for path in Path(run).iterdir())
+    again = tdgpu.pack_memmap(run, tmp_path / "b.tdz")
+    with zipfile.ZipFile(archive) as one, zipfile.ZipFile(again) as other:
+        assert one.namelist() == other.namelist()
+
+
+def test_an_empty_name_is_no_directory(run, tmp_path):
+    archive = tdgpu.pack_memmap(run, tmp_path / "a.tdz")
+    with pytest.raises(InvalidArgument, match="empty name"):
+        tdgpu.unpack_memmap(archive, "")
+
+
+def test_what_cannot_be_inflated_here_is_not_called_damaged(tmp_path):
+    """A dictionary larger than the core allows: another tool may well inflate it."""
+    TensorDict(a=torch.zeros(44, dtype=torch.uint8)).memmap(tmp_path / "d")
+    meta = (tmp_path / "d" / "meta.json").read_bytes().replace(b"[44]", b"[400000000]")
+    # The core takes the smaller of dictionary and leaf, so the leaf must be that large, by its own word.
+    properties = b"\x09\x04\x05\x00" + b"\x5d" + (1 << 30).to_bytes(4, "little")
+    payload = properties + lzma.compress(bytes(44), lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA1}])
+    leaf = Entry("a.memmap", bytes(44), method=14, payload=payload, both={"usize": 400_000_000})
+    (tmp_path / "a.tdz").write_bytes(write([Entry("meta.json", meta), leaf]).data)
+    with pytest.raises(NotSupported, match=r"a\.memmap.*dictionary is larger"):
+        tdgpu.load_memmap(tmp_path / "a.tdz")

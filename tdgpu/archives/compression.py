@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import lzma
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ _LEVELS = {DEFLATE: range(-1, 10), BZIP2: range(1, 10)}
 # The filter of Python's own zip writer, and what an entry says of it: version 9.4, five bytes of properties.
 _LZMA_FILTER = {"id": lzma.FILTER_LZMA1, "lc": 3, "lp": 0, "pb": 2, "dict_size": 8 << 20}
 _LZMA_HEADER = b"\x09\x04\x05\x00" + b"\x5d" + (8 << 20).to_bytes(4, "little")
+
+_STEP_BYTES = 256 << 10
 
 crc32: Callable[..., int] = zlib_ng.crc32
 crc32_combine: Callable[[int, int, int], int] = zlib_ng.crc32_combine
@@ -98,8 +101,8 @@ def deflate_block(data: Any, level: int | None, *, last: bool) -> tuple[bytes, b
     return body, tail, crc32(data)
 
 
-def stream(pieces: Iterable[Any], compression: Compression) -> Iterator[bytes]:
-    """Compresses pieces into one ordinary stream of the method, piece by piece."""
+def stream(pieces: Iterable[memoryview], compression: Compression, stop: threading.Event) -> Iterator[bytes]:
+    """Compresses pieces into one ordinary stream of the method; ends early once `stop` is set."""
     compressor: Any
     if compression.method == DEFLATE:
         compressor = zlib_ng.compressobj(-1 if compression.level is None else compression.level, zlib_ng.DEFLATED, -15)
@@ -109,7 +112,12 @@ def stream(pieces: Iterable[Any], compression: Compression) -> Iterator[bytes]:
         yield _LZMA_HEADER
         compressor = lzma.LZMACompressor(lzma.FORMAT_RAW, filters=[_LZMA_FILTER])
     for piece in pieces:
-        compressed = compressor.compress(piece)
-        if compressed:
-            yield compressed
-    yield compressor.flush()
+        # In steps: some methods take seconds for a piece, and Ctrl-C must not wait for that.
+        for first in range(0, len(piece), _STEP_BYTES):
+            if stop.is_set():
+                return
+            compressed = compressor.compress(piece[first : first + _STEP_BYTES])
+            if compressed:
+                yield compressed
+    if not stop.is_set():
+        yield compressor.flush()

@@ -15,7 +15,7 @@ from tensordict import is_tensor_collection
 from tdgpu.archives.compression import Compression, resolve
 from tdgpu.archives.pipeline import Packer, Workers, thread_count
 from tdgpu.archives.sources import BytesSource, DeviceSource, FileSource, Source, TensorSource
-from tdgpu.archives.target import check_target, replacing
+from tdgpu.archives.target import LEFT_BEHIND, check_target, replacing
 from tdgpu.archives.writer import ZipWriter
 from tdgpu.errors import FormatError, InvalidArgument, InvalidArgumentType, SaveExists
 from tdgpu.layout.archive.index import SIDECAR
@@ -160,20 +160,37 @@ def save(
         raise SaveExists("There is a file already, and existsok=False.", file=target)
     directory = os.path.dirname(check_target(target))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_directories(directory))
 
         def scratch() -> str:
-            os.makedirs(directory, exist_ok=True)
             return stack.enter_context(tempfile.TemporaryDirectory(prefix=".tdz-", dir=directory))
 
         files = describe(td, target, robust_key=robust_key, scratch=scratch)
         fetchers: dict[torch.device, Fetcher] = {}
         sources = [_source(file, target, fetchers) for file in files]
         total = sum(source.nbytes for source in sources)
-        os.makedirs(directory, exist_ok=True)
         with _packing(target, chosen, threads, total, show=progress) as packer:
             for file, source in zip(files, sources, strict=True):
                 packer.add(file.name, source)
     return Path(path)
+
+
+@contextlib.contextmanager
+def _directories(path: str) -> Iterator[None]:
+    """Makes a directory and those above it; those that it made are gone again if the block fails."""
+    missing = []
+    while path and not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    try:
+        for directory in reversed(missing):
+            os.makedirs(directory, exist_ok=True)
+        yield
+    except BaseException:
+        for directory in missing:
+            with contextlib.suppress(OSError):  # somebody else may use it by now
+                os.rmdir(directory)
+        raise
 
 
 @contextlib.contextmanager
@@ -204,6 +221,8 @@ def _files_of(root: str) -> dict[str, tuple[str, int]]:
             raise FormatError("The symbolic links of this directory form a loop.", save=root, file=directory)
         with os.scandir(directory) as entries:
             for entry in entries:
+                if LEFT_BEHIND.fullmatch(entry.name):
+                    continue  # of a process that was killed while it unpacked here
                 if entry.is_dir():
                     directories.append((entry.path, f"{name}{entry.name}/", (*ancestors, identity)))
                 elif entry.is_file():

@@ -192,7 +192,7 @@ class Packer:
     def _write_stream(self, name: str, source: Source) -> None:
         self._archive.begin(name, self._compression.method)
         read = _Read(source, self._workers.stop, self._moved)
-        for data in stream(read.pieces(), self._compression):
+        for data in stream(read.pieces(), self._compression, self._workers.stop):
             self._archive.write(data)
         self._expect(name, source.nbytes, read.nbytes)
         self._archive.end(source.nbytes, read.crc)
@@ -204,7 +204,7 @@ class Packer:
         with contextlib.ExitStack() as on_error:
             spool = on_error.enter_context(tempfile.SpooledTemporaryFile(SPOOL_BYTES, dir=directory))
             read = _Read(source, self._workers.stop)
-            for data in stream(read.pieces(), self._compression):
+            for data in stream(read.pieces(), self._compression, self._workers.stop):
                 spool.write(data)
             self._expect(name, source.nbytes, read.nbytes)
             on_error.pop_all()

@@ -109,7 +109,11 @@ class FileSource(Source):
 
 
 class TensorSource(Source):
-    """Tensors in host memory, one after another. What is contiguous is read in place."""
+    """Tensors in host memory, one after another.
+
+    What is given out is a copy: another thread may write to a leaf meanwhile, and the CRC-32 must be that of the bytes
+    that are compressed or written after it was taken.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors))
@@ -119,9 +123,6 @@ class TensorSource(Source):
         buffer: torch.Tensor | None = None
         for tensor in self._tensors:
             for window in windows(tensor, PIECE_BYTES):
-                if _lies_plainly(window):
-                    yield raw_bytes(window).numpy().data
-                    continue
                 # One buffer for all: new ones of this size would pile up in the allocator of each worker's thread.
                 if buffer is None:
                     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
@@ -132,7 +133,7 @@ class TensorSource(Source):
     def blocks(self, nbytes: int) -> Iterator[memoryview]:
         if len(self._tensors) == 1 and _lies_plainly(self._tensors[0]):
             flat = raw_bytes(self._tensors[0]).numpy().data
-            return (flat[first : first + nbytes] for first in range(0, len(flat), nbytes))
+            return (memoryview(bytearray(flat[first : first + nbytes])) for first in range(0, len(flat), nbytes))
         return super().blocks(nbytes)
 
 

@@ -5,16 +5,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
 
 from tdgpu.errors import InvalidArgument
 
-__all__ = ["check_target", "replacing"]
+__all__ = ["LEFT_BEHIND", "check_target", "hidden_name", "replacing"]
+
+#: The names of :func:`hidden_name`, which only a process that was killed leaves behind.
+LEFT_BEHIND = re.compile(r"\.tdz-[0-9a-f]{16}")
 
 # What "this file system has no nameless files" looks like. EISDIR: a kernel that does not know the flag.
 _NO_NAMELESS_FILES = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS})
+
+
+def hidden_name() -> str:
+    """A new name for what is not complete yet."""
+    return f".tdz-{secrets.token_hex(8)}"
 
 
 def check_target(path: str) -> str:
@@ -61,7 +70,7 @@ def replacing(path: str) -> Iterator[int]:
     """
     target = check_target(path)
     directory = os.path.dirname(target)
-    hidden = os.path.join(directory, f".tdz-{secrets.token_hex(8)}")
+    hidden = os.path.join(directory, hidden_name())
     fd = -1
     try:
         fd, has_name = _open(directory, hidden)
@@ -74,7 +83,7 @@ def replacing(path: str) -> Iterator[int]:
     except OSError as error:
         # A full disk names no file, and a refusal names the hidden one: what the user named says more.
         if error.errno is not None and error.filename in (None, hidden, directory, f"/proc/self/fd/{fd}"):
-            error.filename, error.filename2 = path, None
+            raise OSError(error.errno, error.strerror, path) from error
         raise
     finally:
         if fd >= 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from tdgpu.archives.pipeline import thread_count
 from tdgpu.archives.reading import contents, is_sidecar
+from tdgpu.archives.target import hidden_name
 from tdgpu.errors import InvalidArgument, TransferError
 from tdgpu.layout.archive.central import Directory
 from tdgpu.layout.archive.records import Entry
@@ -70,6 +70,8 @@ def unpack_memmap(
         ['a.memmap', 'meta.json']
     """
     threads = thread_count(num_threads)
+    if not os.fspath(prefix):
+        raise InvalidArgument("The directory to unpack into has an empty name: '.' is the working directory.")
     target = os.path.realpath(prefix)
     with Directory(archive_path) as archive:
         archive.locate_all()
@@ -154,7 +156,7 @@ def _check_room(target: str, entries: Sequence[Entry], archive: str) -> None:
 @contextlib.contextmanager
 def _hidden(parent: str) -> Iterator[str]:
     """A new directory, which is gone at the end if nobody has moved it."""
-    path = os.path.join(parent, f".tdz-{secrets.token_hex(8)}")
+    path = os.path.join(parent, hidden_name())
     try:
         os.mkdir(path)
         yield path

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tdgpu.errors import ChecksumError, LoadError, TransferError
+from tdgpu.errors import ChecksumError, LoadError, NotSupported, TransferError
 from tdgpu.layout.tree import Key, Leaf, Packed
 from tdgpu.transfer import native
 
@@ -15,9 +15,13 @@ from tdgpu.transfer import native
 class Flight(abc.ABC):
     """A load under way, without its tensors: what errors, waits and reports need.
 
+    ``consequence`` says in an error what became of the leaf's bytes.
+
     It can outlive the result. ``start`` gives one inside a :class:`Transfer`; a call that returns before the bytes are
     there leaves it with the device's watcher.
     """
+
+    consequence = "Its bytes from there on are 0xFF on the device; do not use the result."
 
     def __init__(
         self, save: str, names: Sequence[tuple[Key, Packed | None]], nbytes: int, work: native.Work, path: str
@@ -84,21 +88,23 @@ class Flight(abc.ABC):
             return error
         piece = self._pieces[report.piece]
         key, packed = self._names[int(piece["leaf"])]
-        return failed_piece(
-            report, self.save, key, self._files[int(piece["file"])][0], packed,
-            "Its bytes from there on are 0xFF; do not use the result.",
-        )  # fmt: skip
+        return failed_piece(report, self.save, key, self._files[int(piece["file"])][0], packed, self.consequence)
 
 
 def failed_piece(
     report: native.Report, save: str, key: Key, file: str, packed: Packed | None, consequence: str = ""
-) -> LoadError:
+) -> LoadError | NotSupported:
     """The exception for a piece that the core could not read or inflate."""
     what = "A leaf's file" if packed is None else f"The entry {packed.name!r}"
+    # The core counts no bytes in these cases; its words say what was promised.
     if report.cause == "damaged":
-        # The core counts no bytes here; its words say what was promised.
         return ChecksumError(
             f"{what} is damaged: {report.message}. {consequence}".rstrip(), save=save, key=key, file=file
+        )
+    if report.cause in ("unsupported", "memory"):
+        kind = NotSupported if report.cause == "unsupported" else LoadError
+        return kind(
+            f"{what} cannot be inflated here: {report.message}. {consequence}".rstrip(), save=save, key=key, file=file
         )
     if report.cause == "truncated":
         happened = "ended early" if packed is None else "is cut off by the archive's end"

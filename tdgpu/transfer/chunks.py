@@ -95,10 +95,13 @@ class Chunker(Generic[Target]):
         may be under way at any point of the order of chunks than there are threads, or the chunk that all wait for
         would be nobody's. Every run belongs to one of as many lanes, and the lanes are merged by bytes.
         """
+        if not self._streams:
+            return
+        lanes = min(self._lanes, len(self._streams))
         # Each lane wants a chunk in the ring that is copied and one that is filled.
-        size = min(self._chunk_bytes, self._ring_bytes // (2 * self._lanes))
+        size = min(self._chunk_bytes, self._ring_bytes // (2 * lanes))
         size = max(size // PAGE * PAGE, PAGE)
-        ends = [0] * self._lanes
+        ends = [0] * lanes
         order: list[tuple[int, int, Target, int, np.ndarray]] = []
         for target, address, run in self._streams:
             lane = ends.index(min(ends))

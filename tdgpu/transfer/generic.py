@@ -38,6 +38,8 @@ class GenericEngine:
         self.stream = self._side_stream()
         # Copies under way, oldest first: their events tell when a place in the ring may be filled again.
         self.copies: collections.deque[tuple[native.StagedRead, int, torch.Event]] = collections.deque()
+        # A load that was given up, with its last chunk: its places in the ring are claimed until it is settled.
+        self.unsettled: list[tuple[native.StagedRead, int]] = []
         self.threads: list[threading.Thread] = []
         self.is_closing = False
 
@@ -108,6 +110,19 @@ class GenericEngine:
             if wait:
                 copied.synchronize()
             read.set_copied(chunk)
+
+    def settle(self) -> None:
+        """Frees the places of a load that was given up, once nobody writes or reads them. Needs the lock.
+
+        It may be interrupted: then the next load does it first, or it would wait for those places for ever.
+        """
+        for read, last in self.unsettled:
+            while read.has_begun and not read.wait_filled():
+                pass
+            self.retire_copies(wait=True)
+            if read.has_begun:
+                read.set_copied(last)
+        self.unsettled.clear()
 
     def close(self, milliseconds: int) -> None:
         """Ends loads under way, and the readers."""
@@ -225,23 +240,25 @@ class _Work:
         engine = self.engine
         if engine.stream is not None:
             engine.stream.wait_event(self.before)
-        read = engine.stage.post(self.plan.work)
+        engine.settle()
+        read = native.StagedRead(engine.stage)
+        engine.unsettled.append((read, len(self.plan.chunks) - 1))
         taken = 0
         try:
+            engine.stage.post(self.plan.work, read)
             for chunk in range(len(self.plan.chunks)):
                 offset = self._wait_ready(read, chunk)
                 engine.copies.append((read, chunk, self._copy(chunk, offset)))
                 taken += 1
+            engine.unsettled.clear()
         except BaseException:
-            # All must come to rest, and every place be free for the next load.
-            read.strand(taken)
-            while not read.wait_filled():
-                pass
-            engine.retire_copies(wait=True)
-            read.set_copied(len(self.plan.chunks) - 1)
+            if read.has_begun:
+                read.strand(taken)
+            engine.settle()
             raise
         finally:
-            self._report(read)
+            if read.has_begun:
+                self._report(read)
             self.flight.end = torch.Event(engine.device)
             self.flight.end.record(engine.stream or self.allocated)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import weakref
-from collections.abc import Callable, Generator, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tdgpu.errors import ForkError, LoadError
+from tdgpu.errors import LoadError, TdgpuError
 from tdgpu.layout.mapped import nested_view
 from tdgpu.layout.tree import Extent, Key, Leaf
 from tdgpu.transfer import native, runs
@@ -68,13 +67,13 @@ def read(
         NotSupported: a library to inflate with is missing.
     """
     wants = [want for want in wants if want.nbytes or want.extent.packed is not None]
-    if not wants:
-        return
-    flight = HostFlight(save, wants, threads, verify=verify)
-    try:
-        flight.synchronize(tell)
-    finally:
-        flight.close()
+    if wants:
+        flight = HostFlight(save, wants, threads, verify=verify)
+        try:
+            flight.begin()
+            flight.synchronize(tell)
+        finally:
+            flight.close()
 
 
 def stream(
@@ -108,7 +107,8 @@ def stream(
         if not len(chunks):
             return
         work = Work(sources.files, pieces, chunks, sources.runs())
-        under_way = stage.post(work)
+        under_way = native.StagedRead(stage)
+        stage.post(work, under_way)
         for number, (want, first) in enumerate(chunker.targets):
             while (offset := under_way.wait_ready(number)) is None:
                 pass
@@ -132,26 +132,42 @@ def _raise_failure(save: str, wants: Sequence[Want], work: Work, report: native.
 
 
 class HostFlight(Flight):
-    """A read under way."""
+    """A read, under way once it has begun.
 
-    def __init__(self, save: str, wants: Sequence[Want], threads: int, *, verify: bool) -> None:
-        work = _work(wants, verify)
+    Args:
+        save, wants, threads, verify: as of :func:`read`.
+        keep: whose memory is written to.
+    """
+
+    consequence = ""
+
+    def __init__(self, save: str, wants: Sequence[Want], threads: int, *, verify: bool, keep: object = None) -> None:
+        self._work = _work(wants, verify)
         names = [(want.key, want.extent.packed) for want in wants]
-        super().__init__(save, names, sum(want.nbytes for want in wants), work, "inflated")
-        self._process = os.getpid()
-        self._readers = native.Readers(max(1, min(threads, len(work.pieces))))
-        self._read = self._readers.post(work)
+        super().__init__(save, names, sum(want.nbytes for want in wants), self._work, "inflated")
+        self._read = native.Read()
+        with self._named():
+            self._readers = native.Readers(max(1, min(threads, len(self._work.pieces))), keep)
+
+    def begin(self) -> None:
+        """Starts it. Its threads are ended by :meth:`close`, or when this is dropped."""
+        with self._named():
+            self._read = self._readers.post(self._work)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except TdgpuError as error:
+            error.save = self.save
+            raise
 
     def wait(self, milliseconds: int = native.SLICE_MS) -> bool:
         if self._read.report().cause != "none":
             self._read.cancel()  # the first failure is enough
-        return self.wait_filled(milliseconds)
+        return self._read.wait_filled(milliseconds)
 
     def wait_filled(self, milliseconds: int = native.SLICE_MS) -> bool:
-        if os.getpid() != self._process:
-            raise ForkError(
-                "This load was started by the process from which this one was forked: only there it goes on."
-            )
         return self._read.wait_filled(milliseconds)
 
     def cancel(self) -> None:
@@ -166,9 +182,7 @@ class HostFlight(Flight):
 
     def close(self) -> None:
         """Ends the threads, without what is not read yet. Nothing is written to any destination afterwards."""
-        if os.getpid() == self._process:
-            self._read.cancel()
-            self._readers.close()
+        self._readers.close()
 
 
 class HostTransfer(Transfer):
@@ -179,24 +193,18 @@ class HostTransfer(Transfer):
 
     def __init__(self, flight: HostFlight, tensors: dict[Leaf, torch.Tensor]) -> None:
         super().__init__(torch.device("cpu"), flight, tensors, lambda flight: None)
-        # The threads write to the tensors' memory, whoever drops them.
-        self._closed = weakref.finalize(self, _close, flight, list(tensors.values()))
+        self.flight: HostFlight = flight
 
     def wait(self, leaf: Leaf | None = None) -> None:
         self.synchronize()
 
     def cancel(self) -> None:
         super().cancel()
-        self._closed()
+        self.flight.close()
 
     def synchronize(self, tell: Callable[[int], None] | None = None) -> None:
         super().synchronize(tell)
-        self._closed()
-
-
-def _close(flight: HostFlight, values: list[torch.Tensor]) -> None:
-    flight.close()
-    values.clear()
+        self.flight.close()
 
 
 def start(save: str, leaves: Sequence[Leaf], *, threads: int, verify: bool = False) -> HostTransfer:
@@ -219,12 +227,14 @@ def start(save: str, leaves: Sequence[Leaf], *, threads: int, verify: bool = Fal
                 file=leaf.extent.file,
             ) from error  # fmt: skip
         wants.append(Want(leaf.extent, leaf.key, leaf.first, leaf.nbytes, values[leaf].data_ptr()))
-    flight = HostFlight(save, wants, threads, verify=verify)
+    flight = HostFlight(save, wants, threads, verify=verify, keep=list(values.values()))
     tensors = {
         leaf: tensor if leaf.nested_sizes is None else nested_view(tensor, leaf.nested_sizes)
         for leaf, tensor in values.items()
     }
-    return HostTransfer(flight, tensors)
+    transfer = HostTransfer(flight, tensors)
+    flight.begin()
+    return transfer
 
 
 def _work(wants: Sequence[Want], verify: bool) -> Work:

@@ -7,11 +7,13 @@ the core are bounded; the loops around them are here in Python, where signals ar
 from __future__ import annotations
 
 import abc
+import atexit
 import ctypes
 import functools
 import hashlib
 import importlib.metadata
 import os
+import weakref
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +63,7 @@ CODECS = ("libdeflate", "zlib", "bzip2", "lzma", "zstd")
 # Cause of csrc/error.h.
 CAUSES = (
     "none", "invalid", "library", "driver", "read", "truncated", "memory", "cancelled", "capturing", "exists_not",
-    "damaged",
+    "damaged", "unsupported",
 )  # fmt: skip
 
 
@@ -181,13 +183,14 @@ _PROTOTYPES = {
     "tdgpu_load_wait_filled": (c_int, c_void_p, c_int64),
     "tdgpu_load_report": (None, c_void_p, POINTER(_Report), c_char_p, c_size_t),
     "tdgpu_readers_create": (c_int, c_uint32, POINTER(c_void_p)),
-    "tdgpu_readers_destroy": (None, c_void_p),
+    "tdgpu_readers_destroy": (None, POINTER(c_void_p)),
     "tdgpu_readers_post": (c_int, c_void_p, POINTER(_PlanView), POINTER(c_void_p)),
     "tdgpu_read_load": (c_void_p, c_void_p),
     "tdgpu_read_release": (None, c_void_p),
     "tdgpu_stage_create": (c_int, c_void_p, c_uint64, c_uint32, POINTER(c_void_p)),
     "tdgpu_stage_facts": (None, c_void_p, POINTER(c_uint64), POINTER(c_uint32)),
     "tdgpu_stage_cancel": (None, c_void_p),
+    "tdgpu_stage_stop": (None, c_void_p),
     "tdgpu_stage_destroy": (None, c_void_p),
     "tdgpu_stage_post": (c_int, c_void_p, POINTER(_PlanView), POINTER(c_void_p)),
     "tdgpu_stage_wait_ready": (c_int, c_void_p, c_void_p, c_uint32, c_int64, POINTER(c_uint64)),
@@ -287,6 +290,12 @@ class Driver:
         return text.value.decode(errors="replace")
 
 
+def _check_process(process: int) -> None:
+    """Raises ForkError in a child of the process that started a load: the core's locks may be held there for ever."""
+    if os.getpid() != process:
+        raise ForkError("This load was started by the process from which this one was forked: only there it goes on.")
+
+
 class Engine:
     """One device's ring, copy stream and readers (``csrc/engine.h``)."""
 
@@ -380,10 +389,7 @@ class Transfer(_Load):
     @property
     def _live(self) -> c_void_p:
         """The core's object; in a forked child it is not to be touched."""
-        if os.getpid() != self.process:
-            raise ForkError(
-                "This load was started by the process from which this one was forked: only there it goes on."
-            )
+        _check_process(self.process)
         return self._handle
 
     @property
@@ -423,43 +429,80 @@ class Transfer(_Load):
 
 
 class Readers:
-    """Reader threads that fill host memory."""
+    """Reader threads that fill host memory.
 
-    def __init__(self, threads: int) -> None:
-        handle = c_void_p()
-        _check(core().tdgpu_readers_create(threads, byref(handle)), "No reader threads")
-        self._handle: c_void_p | None = handle
+    Args:
+        threads: how many.
+        keep: whose memory they write to. It is held until they have ended, whoever else drops it.
+    """
+
+    _handle = c_void_p()
+
+    def __init__(self, threads: int, keep: object = None) -> None:
+        self._process = os.getpid()
+        self._handle = c_void_p()
+        _open_readers.add(self)
+        # Not in the object: its end may be interrupted, and then the memory must stay.
+        _kept[id(self)] = keep
+        _check(core().tdgpu_readers_create(threads, byref(self._handle)), "No reader threads")
+
+    def __del__(self) -> None:
+        self.close()
 
     def post(self, work: Work) -> Read:
         """Starts reading. The destinations are host addresses, valid until the read is over."""
-        handle = c_void_p()
-        _check(core().tdgpu_readers_post(self._handle, work.view(), byref(handle)), "The read cannot begin")
-        return Read(handle)
+        read = Read()
+        _check(core().tdgpu_readers_post(self._handle, work.view(), byref(read.handle)), "The read cannot begin")
+        return read
 
     def close(self) -> None:
-        """Joins the threads; reads that are queued end without being read."""
-        if self._handle is not None:
-            core().tdgpu_readers_destroy(self._handle)
-            self._handle = None
+        """Joins the threads; reads that are queued, and what is left of those under way, end without being read."""
+        if os.getpid() == self._process:
+            if self._handle.value is not None:
+                core().tdgpu_readers_destroy(byref(self._handle))
+            _kept.pop(id(self), None)
+
+
+# Threads must not write to memory of an interpreter that is taken apart.
+_open_readers: weakref.WeakSet[Readers] = weakref.WeakSet()
+_kept: dict[int, object] = {}
+
+
+@atexit.register
+def _close_readers() -> None:
+    for readers in list(_open_readers):
+        readers.close()
 
 
 class Stage:
     """A ring of host memory that the caller owns, and readers that fill it (``csrc/stage.h``)."""
 
+    _handle = c_void_p()
+
     def __init__(self, address: int, nbytes: int, threads: int) -> None:
-        handle = c_void_p()
-        _check(core().tdgpu_stage_create(address, nbytes, threads, byref(handle)), "No reader threads")
-        self._handle: c_void_p | None = handle
+        self._process = os.getpid()
+        self._handle = c_void_p()
+        self.is_closed = False
+        _check(core().tdgpu_stage_create(address, nbytes, threads, byref(self._handle)), "No reader threads")
         ring, count = c_uint64(), c_uint32()
-        core().tdgpu_stage_facts(handle, byref(ring), byref(count))
+        core().tdgpu_stage_facts(self._handle, byref(ring), byref(count))
         self.ring_bytes = ring.value
         self.threads = count.value
 
-    def post(self, work: Work) -> StagedRead:
-        """Starts reading into the ring."""
-        handle = c_void_p()
-        _check(core().tdgpu_stage_post(self._handle, work.view(), byref(handle)), "The load cannot begin")
-        return StagedRead(handle, self)
+    def __del__(self) -> None:
+        # Only now: reads that are under way still ask for their places.
+        if self._handle.value is not None and os.getpid() == self._process:
+            core().tdgpu_stage_destroy(self._handle)
+
+    def post(self, work: Work, read: StagedRead) -> None:
+        """Starts reading into the ring; from then on, `read` is the read.
+
+        Raises:
+            TransferError: the stage is closed.
+        """
+        if self.is_closed:
+            raise TransferError("The process ended before the load began.")
+        _check(core().tdgpu_stage_post(self._handle, work.view(), byref(read.handle)), "The load cannot begin")
 
     def cancel(self) -> None:
         """Reads that are queued or under way need not be read any more."""
@@ -467,45 +510,53 @@ class Stage:
 
     def close(self) -> None:
         """Joins the threads; reads that are queued end without being read."""
-        if self._handle is not None:
-            core().tdgpu_stage_destroy(self._handle)
-            self._handle = None
+        self.is_closed = True
+        if os.getpid() == self._process:
+            core().tdgpu_stage_stop(self._handle)
 
 
 class Read(_Load):
-    """A read into host memory under way."""
+    """A read into host memory. The core fills in its handle as it begins, so that no interrupt can come in between."""
 
-    def __init__(self, handle: c_void_p) -> None:
-        self._handle = handle
+    def __init__(self) -> None:
+        self.handle = c_void_p()
+        self._process = os.getpid()
 
     def __del__(self) -> None:
-        core().tdgpu_read_release(self._handle)
+        if self.has_begun and os.getpid() == self._process:
+            core().tdgpu_read_release(self.handle)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the core knows of it."""
+        return self.handle.value is not None
 
     @property
     def _load(self) -> int:
-        return int(core().tdgpu_read_load(self._handle))
+        _check_process(self._process)
+        return int(core().tdgpu_read_load(self.handle))
 
 
 class StagedRead(Read):
     """A read into a stage's ring, whose chunks the caller copies on, in order."""
 
-    def __init__(self, handle: c_void_p, stage: Stage) -> None:
-        super().__init__(handle)
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
         self._stage = stage
 
     def wait_ready(self, chunk: int, milliseconds: int = SLICE_MS) -> int | None:
         """Where the chunk begins in the ring's memory; None if it is not ready within `milliseconds`."""
         offset = c_uint64()
-        is_ready = core().tdgpu_stage_wait_ready(self._stage._handle, self._handle, chunk, milliseconds, byref(offset))
+        is_ready = core().tdgpu_stage_wait_ready(self._stage._handle, self.handle, chunk, milliseconds, byref(offset))
         return offset.value if is_ready else None
 
     def set_copied(self, chunk: int) -> None:
         """The copies up to this chunk's are over."""
-        core().tdgpu_stage_set_copied(self._stage._handle, self._handle, chunk)
+        core().tdgpu_stage_set_copied(self._stage._handle, self.handle, chunk)
 
     def strand(self, chunk: int) -> None:
         """Chunks from this one on will not be taken: nothing waits for their places, nothing is read into them."""
-        core().tdgpu_stage_strand(self._handle, chunk)
+        core().tdgpu_stage_strand(self.handle, chunk)
 
 
 def load_codec(codec: str, path: str) -> None:

@@ -153,7 +153,7 @@ def start(
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
-    """Waits on the host until every load under way is over, and raises what failed.
+    """Waits on the host until every load to an accelerator is over, and raises what failed.
 
     Args:
         device: only that device's loads; None for all.
