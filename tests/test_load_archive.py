@@ -133,6 +133,18 @@ def test_several_loads_at_once(sim, packed, packing):
             assert all(same_values(one, td) for one in loads)
 
 
+def test_idle_readers_hold_no_file(sim, packed):
+    """Not even those that found the load behind theirs to have all the threads that it may have."""
+    with tdgpu.options(threads=3):
+        for limit in (0, 1, 0, 1):
+            tdgpu.load_memmap(packed["stream"], device="simgpu", non_blocking=True, num_threads=limit)
+        tdgpu.synchronize()
+    deadline = time.monotonic() + 10
+    while any(os.path.realpath(f"/proc/self/fd/{fd}") == str(packed["stream"]) for fd in os.listdir("/proc/self/fd")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("threads", [0, 1, 2, 5])
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_cpu(packed, packing, threads):

@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from test_load_device import same_values, save_random
 
 import tdgpu
 from tdgpu import errors
-from tdgpu.transfer import native, registry
+from tdgpu.transfer import generic, native, registry
 
 PATHS = ["auto", "host", "generic"]
 
@@ -350,3 +351,41 @@ def test_an_unusable_device_is_said_plainly(tmp_path):
                 tdgpu.load_memmap(tmp_path, device=name)
     with pytest.raises(RuntimeError, match="nonsense"):
         tdgpu.load_memmap(tmp_path, device="nonsense:3")
+
+
+@pytest.mark.parametrize("moment", ["a copy", "the post"])
+def test_a_generic_load_after_one_that_was_interrupted_twice(sim, tmp_path, monkeypatch, moment):
+    """The second interrupt comes while the first is cleaned up: the next load must free the places in the ring."""
+    td = save_random(tmp_path, large=4)
+    with tdgpu.options(path="generic", ring_bytes=256 << 10, chunk_bytes=32 << 10):
+        tdgpu.load_memmap(tmp_path, device="simgpu")
+        with monkeypatch.context() as patch:
+
+            def interrupt(*_: object, **__: object) -> None:
+                raise KeyboardInterrupt
+
+            if moment == "a copy":
+                patch.setattr(generic._Work, "_copy", interrupt)
+            else:
+                post = native.Stage.post
+
+                def post_and_interrupt(*arguments: Any) -> None:
+                    post(*arguments)
+                    raise KeyboardInterrupt
+
+                patch.setattr(native.Stage, "post", post_and_interrupt)
+            settle = generic.GenericEngine.settle
+            calls: list[None] = []
+
+            def settle_once(engine: generic.GenericEngine) -> None:
+                calls.append(None)
+                if len(calls) == 2:
+                    raise KeyboardInterrupt
+                settle(engine)
+
+            patch.setattr(generic.GenericEngine, "settle", settle_once)
+            with pytest.raises(KeyboardInterrupt):
+                tdgpu.load_memmap(tmp_path, device="simgpu")
+            assert len(calls) == 2
+        for _ in range(3):
+            assert same_values(tdgpu.load_memmap(tmp_path, device="simgpu"), td)
