@@ -19,7 +19,8 @@ from tdgpu.layout.mapped import Mapper, check_mode
 from tdgpu.layout.placeholders import Placeholders, fake_is_active
 from tdgpu.layout.places import check_out, places
 from tdgpu.layout.rows import check, narrow
-from tdgpu.layout.tree import Leaf, Save
+from tdgpu.layout.save import Save
+from tdgpu.layout.tree import Leaf
 from tdgpu.transfer import LoadFuture, Transfer, host, start
 from tdgpu.transfer.progress import bar
 

@@ -41,7 +41,8 @@ from tdgpu.layout.assemble import assemble
 from tdgpu.layout.mapped import Mapper, check_mode, nested_view
 from tdgpu.layout.placeholders import Placeholders
 from tdgpu.layout.rows import narrow
-from tdgpu.layout.tree import Leaf, Save
+from tdgpu.layout.save import Save
+from tdgpu.layout.tree import Leaf
 
 # tensordict looks for sizes that were not written, since they have no elements.
 UPSTREAM_CANNOT_LOAD_ARCHIVED = UPSTREAM_CANNOT_LOAD | {"nested_of_scalars"}

@@ -19,7 +19,8 @@ from torch._subclasses import FakeTensorMode
 from tdgpu.layout import collector, keys, reader
 from tdgpu.layout.mapped import nested_view
 from tdgpu.layout.places import concrete, places
-from tdgpu.layout.tree import Kind, Save
+from tdgpu.layout.save import Save
+from tdgpu.layout.tree import Kind
 
 # --- keys -------------------------------------------------------------------------------------------------------------
 

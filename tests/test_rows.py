@@ -35,7 +35,8 @@ from tdgpu.layout.mapped import Mapper, nested_view
 from tdgpu.layout.placeholders import Placeholders
 from tdgpu.layout.places import places
 from tdgpu.layout.rows import narrow
-from tdgpu.layout.tree import Kind, Leaf, Save
+from tdgpu.layout.save import Save
+from tdgpu.layout.tree import Kind, Leaf
 
 SLICES = (
     slice(None), slice(0, 100), slice(0, 1), slice(1, 3), slice(-1, None), slice(None, -1), slice(-100, 2),

@@ -16,8 +16,9 @@ from tdgpu.layout import collector, objects
 from tdgpu.layout.mapped import nested_view
 from tdgpu.layout.placeholders import Placeholders, fake_is_active
 from tdgpu.layout.places import Route, routes
+from tdgpu.layout.save import Save
 from tdgpu.layout.store import ArchiveStore
-from tdgpu.layout.tree import Kind, Leaf, Level, Save
+from tdgpu.layout.tree import Kind, Leaf, Level
 
 __all__ = ["assemble"]
 

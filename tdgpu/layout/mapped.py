@@ -10,8 +10,9 @@ from tensordict import MemoryMappedTensor
 
 from tdgpu.errors import ArchiveNotSupported, LoadError
 from tdgpu.layout.files import Where
+from tdgpu.layout.save import Save
 from tdgpu.layout.store import ArchiveStore
-from tdgpu.layout.tree import Extent, Leaf, Save
+from tdgpu.layout.tree import Extent, Leaf
 
 __all__ = ["Mapper", "check_mode", "nested_view"]
 

@@ -14,8 +14,9 @@ from tdgpu.errors import FormatError, MissingLeafError, PickleRefused, UnknownCl
 from tdgpu.layout import metadata
 from tdgpu.layout.classes import TENSORCLASS
 from tdgpu.layout.files import Where
+from tdgpu.layout.save import Save
 from tdgpu.layout.store import Store
-from tdgpu.layout.tree import Kind, Level, Save
+from tdgpu.layout.tree import Kind, Level
 
 __all__ = ["build_stack", "resolve"]
 

@@ -13,7 +13,8 @@ from tensordict import LazyStackedTensorDict, NonTensorStack, is_tensor_collecti
 from tdgpu.errors import DeviceError, LockedOutError, OutMismatchError
 from tdgpu.layout.files import Where
 from tdgpu.layout.placeholders import fake_is_active
-from tdgpu.layout.tree import Kind, Leaf, Level, Save
+from tdgpu.layout.save import Save
+from tdgpu.layout.tree import Kind, Leaf, Level
 
 __all__ = ["Route", "check_out", "concrete", "places", "routes"]
 

@@ -21,8 +21,9 @@ from tdgpu.errors import (
 )
 from tdgpu.layout import classes, collector, keys, metadata
 from tdgpu.layout.files import Where
+from tdgpu.layout.save import Save
 from tdgpu.layout.store import Store, open_store
-from tdgpu.layout.tree import Extent, Key, Kind, Leaf, Level, Save, Shape
+from tdgpu.layout.tree import Extent, Key, Kind, Leaf, Level, Shape
 from tdgpu.options import get as get_options
 
 __all__ = ["MAX_DEPTH", "read"]

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from tdgpu.errors import InvalidArgument, InvalidArgumentType, NotSupported, TdgpuError
 from tdgpu.layout import collector
 from tdgpu.layout.files import Where
-from tdgpu.layout.tree import Extent, Kind, Leaf, Level, Save, Shape
+from tdgpu.layout.save import Save
+from tdgpu.layout.tree import Extent, Kind, Leaf, Level, Shape
 
 __all__ = ["check", "narrow"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tdgpu.errors import InvalidArgumentType, TdgpuError, UnknownKeyError
-from tdgpu.layout.tree import Save
+from tdgpu.layout.save import Save
 from tdgpu.transfer.base import Transfer
 
 GB = 1e9
