@@ -70,33 +70,17 @@ class Fetcher:
         self.device = device
         self._is_default = streams.is_default_accelerator(device)
         _refuse_capture(device)
-        self._buffers, is_pinned = self._make_buffers(max(get_options().ring_bytes // BUFFERS, 4096))
-        self._are_pinned = is_pinned
-        self.pinned_bytes = sum(len(buffer) for buffer in self._buffers) if is_pinned else 0
+        memory, self._are_pinned = streams.host_buffer(device, get_options().ring_bytes, BUFFERS * 4096)
+        self._buffers = memory.split(len(memory) // BUFFERS // 4096 * 4096)[:BUFFERS]
+        self.pinned_bytes = len(memory) if self._are_pinned else 0
         self._stream: torch.Stream | None = None
         if self._is_default:
             with streams.current_device_kept(), self._errors():
                 before = torch.Event(device)
                 before.record(streams.current_stream(device))
-                self._stream = self._side_stream()
+                self._stream = streams.side_stream(device)
                 if self._stream is not None:
                     self._stream.wait_event(before)
-
-    def _make_buffers(self, size: int) -> tuple[list[torch.Tensor], bool]:
-        while self._is_default and size >= 4096:
-            try:
-                buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS)]
-            except (RuntimeError, NotImplementedError):
-                size //= 2  # the machine allows no more
-                continue
-            return buffers, all(buffer.is_pinned() for buffer in buffers)
-        return [torch.empty(max(size, 4096), dtype=torch.uint8) for _ in range(BUFFERS)], False
-
-    def _side_stream(self) -> torch.Stream | None:
-        try:
-            return torch.Stream(self.device)
-        except (RuntimeError, NotImplementedError):
-            return None  # a device with one stream only: its order is all the order there is
 
     def pieces(self, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
         """The bytes of tensors, one tensor after another, as :func:`windows` cuts them.

@@ -33,9 +33,9 @@ class GenericEngine:
         self.watcher = Watcher(device)
         # One load at a time uses the ring; a thread of an early future may be the one.
         self.lock = threading.Lock()
-        self.ring, self.is_pinned = self._make_ring(settings.ring_bytes)
+        self.ring, self.is_pinned = streams.host_buffer(device, settings.ring_bytes, 64 << 10)
         self.stage = native.Stage(self.ring.data_ptr(), len(self.ring), settings.threads)
-        self.stream = self._side_stream()
+        self.stream = streams.side_stream(device)
         # Copies under way, oldest first: their events tell when a place in the ring may be filled again.
         self.copies: collections.deque[tuple[native.StagedRead, int, torch.Event]] = collections.deque()
         # A load that was given up, with its last chunk: its places in the ring are claimed until it is settled.
@@ -43,31 +43,10 @@ class GenericEngine:
         self.threads: list[threading.Thread] = []
         self.is_closing = False
 
-    def _make_ring(self, wanted: int) -> tuple[torch.Tensor, bool]:
-        size = wanted
-        while size >= 64 << 10 and streams.is_default_accelerator(self.device):
-            try:
-                ring = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            except (RuntimeError, NotImplementedError):
-                size //= 2
-                continue
-            if ring.is_pinned():
-                return ring, True
-            break
-        return torch.empty(wanted, dtype=torch.uint8), False
-
     @property
     def pinned_bytes(self) -> int:
         """Pinned host memory that copies are staged in."""
         return len(self.ring) if self.is_pinned else 0
-
-    def _side_stream(self) -> torch.Stream | None:
-        if not streams.is_default_accelerator(self.device):
-            return None
-        try:
-            return torch.Stream(self.device)
-        except (RuntimeError, NotImplementedError):
-            return None  # a device with one stream only: its order is all the order there is
 
     def start(
         self, save: str, leaves: Sequence[Leaf], *, early: bool, verify: bool, most_threads: int

@@ -36,6 +36,40 @@ def is_default_accelerator(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type
 
 
+def side_stream(device: torch.device) -> torch.Stream | None:
+    """A stream of its own for copies; None where the device has one stream only, whose order is all there is."""
+    if not is_default_accelerator(device):
+        return None
+    try:
+        return torch.Stream(device)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def host_buffer(device: torch.device, wanted: int, smallest: int) -> tuple[torch.Tensor, bool]:
+    """Host memory for staging copies from or to a device.
+
+    Args:
+        device: the device.
+        wanted: bytes.
+        smallest: how few pinned bytes are still of use.
+
+    Returns:
+        A tensor of bytes, and whether it is pinned: then it may be smaller than `wanted`.
+    """
+    size = wanted
+    while size >= smallest and is_default_accelerator(device):
+        try:
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except (RuntimeError, NotImplementedError):
+            size //= 2  # the machine allows no more
+            continue
+        if buffer.is_pinned():
+            return buffer, True
+        break
+    return torch.empty(wanted, dtype=torch.uint8), False
+
+
 @contextlib.contextmanager
 def on(stream: torch.Stream | None, device: torch.device) -> Iterator[None]:
     """Makes a stream current for a block; None changes nothing."""
