@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import simgpu
 
-from tdgpu.transfer import registry
+from tdgpu.transfer import native, registry
 
 ON_CUDA = os.environ.get("TDGPU_TEST_DEVICE", "cuda") == "cuda" and torch.cuda.is_available()
 
@@ -52,6 +52,15 @@ def sim() -> Iterator[simgpu.Sim]:
     simulation.io.reset()
     simulation.reset()
     assert found == []
+
+
+@pytest.fixture
+def faulty(sim: simgpu.Sim) -> Iterator[simgpu.Sim]:
+    """The simulated device, while reads go through the simulation's pread."""
+    sim.io.reset()
+    native.set_pread(sim.io.pread_address)
+    yield sim
+    native.set_pread(None)
 
 
 @pytest.fixture

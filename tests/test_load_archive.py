@@ -25,7 +25,7 @@ from test_load_device import MACHINES, machine, same_values
 import tdgpu
 from tdgpu import errors
 from tdgpu.layout.archive.central import Directory
-from tdgpu.transfer import host, native
+from tdgpu.transfer import host
 
 # How the archives of these tests are compressed.
 PACKINGS: dict[str, dict[str, Any]] = {
@@ -246,15 +246,6 @@ def test_rows_of_a_damaged_archive(tmp_path, table, tables, packing):
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def faulty(sim):
-    """Reads go through the simulation's pread."""
-    sim.io.reset()
-    native.set_pread(sim.io.pread_address)
-    yield sim
-    native.set_pread(None)
 
 
 @pytest.mark.parametrize("packing", [name for name in PACKINGS if name != "stored"])

@@ -24,15 +24,6 @@ PATHS = ["auto", "host", "generic"]
 
 
 @pytest.fixture
-def faulty(sim):
-    """Reads go through the simulation's pread."""
-    sim.io.reset()
-    native.set_pread(sim.io.pread_address)
-    yield sim
-    native.set_pread(None)
-
-
-@pytest.fixture
 def hooked(monkeypatch):
     """What threads report on stderr."""
     seen: list[threading.ExceptHookArgs] = []

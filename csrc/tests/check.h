@@ -71,6 +71,15 @@ private:
     }
 };
 
+// Makes an empty file, for the caller to remove.
+inline std::string new_file() {
+    char name[] = "/tmp/tdgpu-test-XXXXXX";
+    const int descriptor = mkstemp(name);
+    assert(descriptor >= 0);
+    close(descriptor);
+    return name;
+}
+
 // A temporary file with random bytes, gone at the end.
 struct RandomFile {
     std::string path;
@@ -79,11 +88,9 @@ struct RandomFile {
     explicit RandomFile(size_t size, unsigned seed = 1) : bytes(size) {
         std::mt19937_64 random(seed);
         for (char& byte : bytes) byte = char(random());
-        char name[] = "/tmp/tdgpu-test-XXXXXX";
-        const int descriptor = mkstemp(name);
-        assert(descriptor >= 0);
-        path = name;
-        assert(write(descriptor, bytes.data(), size) == ssize_t(size));
+        path = new_file();
+        const int descriptor = open(path.c_str(), O_WRONLY | O_CLOEXEC);
+        assert(descriptor >= 0 && write(descriptor, bytes.data(), size) == ssize_t(size));
         close(descriptor);
     }
     ~RandomFile() { unlink(path.c_str()); }

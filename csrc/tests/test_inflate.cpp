@@ -140,11 +140,7 @@ struct Archive {
                             is_marked_open ? Run::kOpenEnd : 0});
             file.insert(file.end(), packed.begin(), packed.end());
         }
-        char name[] = "/tmp/tdgpu-test-XXXXXX";
-        const int descriptor = mkstemp(name);
-        assert(descriptor >= 0);
-        path = name;
-        close(descriptor);
+        path = check::new_file();
         write_file();
     }
     void write_file() const {

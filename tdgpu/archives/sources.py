@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ __all__ = ["BytesSource", "DeviceSource", "FileSource", "Source", "TensorSource"
 PIECE_BYTES = 4 << 20
 
 
-class Source:
+class Source(abc.ABC):
     """The contents of an entry, which can be read once, from beginning to end.
 
     Attributes:
@@ -31,9 +32,9 @@ class Source:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
+    @abc.abstractmethod
     def pieces(self) -> Iterator[memoryview]:
         """All bytes, in order; each view is valid until the next is asked for."""
-        raise NotImplementedError
 
     def blocks(self, nbytes: int) -> Iterator[memoryview]:
         """All bytes in views of exactly ``nbytes`` (the last may be shorter), which stay valid while they are held."""
