@@ -37,6 +37,8 @@ from tdgpu.errors import (
     TransferError,
 )  # fmt: skip
 from tdgpu.layout.archive import index
+from tdgpu.layout.archive.central import Directory
+from tdgpu.layout.tree import Blocks
 from tdgpu.transfer import host
 
 
@@ -475,3 +477,18 @@ def test_what_cannot_be_inflated_here_is_not_called_damaged(tmp_path):
     (tmp_path / "a.tdz").write_bytes(write([Entry("meta.json", meta), leaf]).data)
     with pytest.raises(NotSupported, match=r"a\.memmap.*dictionary is larger"):
         tdgpu.load_memmap(tmp_path / "a.tdz")
+
+
+def test_an_index_of_other_bytes_is_named_and_passed_over(run, tmp_path):
+    archive = tdgpu.pack_memmap(run, tmp_path / "a.tdz", compression="deflate", block_size=4096)
+    with Directory(archive) as directory:
+        blocks = directory.blocks(directory.entries["big.memmap"])
+    assert blocks is not None
+    other = Blocks(blocks.nbytes, blocks.sizes, blocks.crcs ^ 1)
+    data = archive.read_bytes()
+    assert data.count(index.encode(blocks)) == 1
+    archive.write_bytes(data.replace(index.encode(blocks), index.encode(other)))
+    report = tdgpu.verify_memmap(archive)
+    assert [str(problem.file).endswith("big.memmap") for problem in report.problems] == [True]
+    wanted = tdgpu.load_memmap(run)
+    assert torch.equal(tdgpu.load_memmap(archive)["big"], wanted["big"])

@@ -13,7 +13,7 @@ from tdgpu.layout import reader
 from tdgpu.layout.archive.central import Directory
 from tdgpu.layout.archive.index import SIDECAR, is_index
 from tdgpu.layout.archive.records import Entry
-from tdgpu.transfer import host
+from tdgpu.transfer import host, runs
 from tdgpu.transfer.progress import bar
 
 __all__ = ["Report", "verify_memmap"]
@@ -118,7 +118,9 @@ def _entries(
     for entry in entries:
         try:
             extent = archive.extent(entry)
-            _check_index(archive, entry, has_blocks=extent.packed is not None and extent.packed.blocks is not None)
+            packed = extent.packed
+            has_blocks = packed is not None and packed.blocks is not None and runs.belongs(packed.blocks, packed)
+            _check_index(archive, entry, has_blocks=has_blocks)
             wants.append(host.Want(extent, (), 0, entry.nbytes, 0))
         except TdgpuError as error:
             problems.append(error)
