@@ -8,6 +8,7 @@ one JSON object on stdout and nothing else there.
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import time
@@ -195,8 +196,8 @@ def main() -> None:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(1)
     except OSError as error:
-        if error.errno is None:  # not the system's: a traceback tells more
+        # One that is not about a file that the user named: a traceback tells more, unless the output cannot be written.
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
             raise
-        # Without a file's name it is most likely the output that cannot be written.
-        sys.stderr.write(f"error: {error.strerror}{f': {error.filename}' if error.filename else ''}\n")
+        sys.stderr.write(f"error: {error.strerror}: {error.filename or 'the output'}\n")
         sys.exit(1)

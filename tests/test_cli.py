@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 import tdgpu.transfer
 from tdgpu import cli, demo, doctor
@@ -271,3 +272,13 @@ def test_the_memory_limit_is_the_smallest_of_the_control_groups(tmp_path, member
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
     assert doctor._cgroup_limit(tmp_path / "fs", tmp_path / "cgroup") == limit
+
+
+def test_an_output_that_is_full_is_said_in_one_line(tmp_path):
+    TensorDict(a=torch.zeros(3)).memmap(tmp_path / "save")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tdgpu", "verify", str(tmp_path / "save")],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode != 0 and "No space left" in done.stderr and "Traceback" not in done.stderr
