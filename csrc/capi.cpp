@@ -258,8 +258,10 @@ TDGPU_API void tdgpu_stage_stop(Stage* stage) {
     stage->stop();
 }
 
-TDGPU_API void tdgpu_stage_destroy(Stage* stage) {
-    delete stage;
+// `stage` is null afterwards.
+TDGPU_API void tdgpu_stage_destroy(Stage** stage) {
+    delete *stage;
+    *stage = nullptr;
 }
 
 TDGPU_API int tdgpu_stage_post(Stage* stage, const PlanView* view, SharedLoad** read) {

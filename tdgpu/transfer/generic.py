@@ -34,7 +34,7 @@ class GenericEngine:
         # One load at a time uses the ring; a thread of an early future may be the one.
         self.lock = threading.Lock()
         self.ring, self.is_pinned = streams.host_buffer(device, settings.ring_bytes, 64 << 10)
-        self.stage = native.Stage(self.ring.data_ptr(), len(self.ring), settings.threads)
+        self.stage = native.Stage(self.ring.data_ptr(), len(self.ring), settings.threads, self.ring)
         self.stream = streams.side_stream(device)
         # Copies under way, oldest first: their events tell when a place in the ring may be filled again.
         self.copies: collections.deque[tuple[native.StagedRead, int, torch.Event]] = collections.deque()

@@ -98,7 +98,7 @@ def stream(
     wants = [want for want in wants if want.nbytes]
     ring_bytes = RING_BYTES if ring_bytes is None else ring_bytes
     ring = np.empty(ring_bytes, np.uint8)
-    stage = native.Stage(ring.ctypes.data, ring_bytes, max(1, threads))
+    stage = native.Stage(ring.ctypes.data, ring_bytes, max(1, threads), ring)
     try:
         sources, chunker = Sources(), Chunker[Want](min(PIECE_BYTES, ring_bytes // 4), ring_bytes, stage.threads)
         for number, want in enumerate(wants):

@@ -191,7 +191,7 @@ _PROTOTYPES = {
     "tdgpu_stage_facts": (None, c_void_p, POINTER(c_uint64), POINTER(c_uint32)),
     "tdgpu_stage_cancel": (None, c_void_p),
     "tdgpu_stage_stop": (None, c_void_p),
-    "tdgpu_stage_destroy": (None, c_void_p),
+    "tdgpu_stage_destroy": (None, POINTER(c_void_p)),
     "tdgpu_stage_post": (c_int, c_void_p, POINTER(_PlanView), POINTER(c_void_p)),
     "tdgpu_stage_wait_ready": (c_int, c_void_p, c_void_p, c_uint32, c_int64, POINTER(c_uint64)),
     "tdgpu_stage_set_copied": (None, c_void_p, c_void_p, c_uint32),
@@ -475,14 +475,22 @@ def _close_readers() -> None:
 
 
 class Stage:
-    """A ring of host memory that the caller owns, and readers that fill it (``csrc/stage.h``)."""
+    """A ring of host memory, and readers that fill it (``csrc/stage.h``).
+
+    Args:
+        address, nbytes: the memory.
+        threads: how many readers.
+        keep: whose memory it is. It is held until the readers have ended, whoever else drops it.
+    """
 
     _handle = c_void_p()
 
-    def __init__(self, address: int, nbytes: int, threads: int) -> None:
+    def __init__(self, address: int, nbytes: int, threads: int, keep: object) -> None:
         self._process = os.getpid()
         self._handle = c_void_p()
         self.is_closed = False
+        # As for Readers: its end may be interrupted.
+        _kept[id(self)] = keep
         _check(core().tdgpu_stage_create(address, nbytes, threads, byref(self._handle)), "No reader threads")
         ring, count = c_uint64(), c_uint32()
         core().tdgpu_stage_facts(self._handle, byref(ring), byref(count))
@@ -491,8 +499,10 @@ class Stage:
 
     def __del__(self) -> None:
         # Only now: reads that are under way still ask for their places.
-        if self._handle.value is not None and os.getpid() == self._process:
-            core().tdgpu_stage_destroy(self._handle)
+        if os.getpid() == self._process:
+            if self._handle.value is not None:
+                core().tdgpu_stage_destroy(byref(self._handle))
+            _kept.pop(id(self), None)
 
     def post(self, work: Work, read: StagedRead) -> None:
         """Starts reading into the ring; from then on, `read` is the read.
