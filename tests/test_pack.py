@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import tensordict
 import torch
+from archives.tools import HAS_LIBARCHIVE, read_by_libarchive
 from compare import assert_same
 from saves import SAVES, UPSTREAM_CANNOT_LOAD
 from tensordict import TensorDict
@@ -119,6 +120,15 @@ def test_other_tools_find_nothing_wrong(run, tmp_path, compression, tool):
         assert compression == "lzma" and tool[0] == "unzip"  # which does not know the method
         return
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not HAS_LIBARCHIVE, reason="libarchive is not on this machine")
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_libarchive_reads_the_same_bytes(run, tmp_path, compression):
+    """The library of bsdtar; it checks sizes and CRC-32."""
+    archive = tdgpu.pack_memmap(run, tmp_path / "run.tdz", **COMPRESSIONS[compression])
+    found = read_by_libarchive(archive)
+    assert {name: data for name, data in found.items() if not name.endswith(".tdgpu-index")} == files_of(run)
 
 
 def test_stored_leaves_are_aligned_and_can_be_mapped(run, tmp_path):

@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["NAMES", "TOOLS", "Maker", "files_below"]
+__all__ = ["HAS_LIBARCHIVE", "NAMES", "TOOLS", "Maker", "files_below", "read_by_libarchive"]
 
 Maker = Callable[[Path, Path], None]
 
@@ -110,6 +110,31 @@ _SEVEN = {
     "7z LZMA": _7z("-mm=LZMA"),
 }
 _LIBARCHIVE = {"libarchive deflate": _libarchive("deflate"), "libarchive store": _libarchive("store")}
+
+HAS_LIBARCHIVE = ctypes.util.find_library("archive") is not None
+
+
+def read_by_libarchive(archive: Path) -> dict[str, bytes]:
+    """What libarchive finds in a zip file: names and contents, each checked by it."""
+    lib = ctypes.CDLL(ctypes.util.find_library("archive"))
+    lib.archive_read_new.restype = ctypes.c_void_p
+    lib.archive_read_data.restype = ctypes.c_ssize_t
+    lib.archive_entry_pathname_utf8.restype = lib.archive_error_string.restype = ctypes.c_char_p
+    reader, entry = ctypes.c_void_p(lib.archive_read_new()), ctypes.c_void_p()
+    lib.archive_read_support_format_zip(reader)
+    assert lib.archive_read_open_filename(reader, os.fsencode(archive), ctypes.c_size_t(1 << 16)) == 0
+    found: dict[str, bytes] = {}
+    buffer = ctypes.create_string_buffer(1 << 16)
+    while lib.archive_read_next_header(reader, ctypes.byref(entry)) == 0:
+        name = lib.archive_entry_pathname_utf8(entry).decode()
+        found[name] = b""
+        while (count := lib.archive_read_data(reader, buffer, ctypes.c_size_t(len(buffer)))) > 0:
+            found[name] += buffer.raw[:count]
+        assert count == 0, (name, lib.archive_error_string(reader))
+    assert not lib.archive_error_string(reader), lib.archive_error_string(reader)
+    lib.archive_read_free(reader)
+    return found
+
 
 #: All names, also of tools that are not here.
 NAMES = (*_ZIP, *_SEVEN, *_LIBARCHIVE)
