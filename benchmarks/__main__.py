@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tdgpu
-from benchmarks import archives, fill, structure, submit
+from benchmarks import appends, archives, fill, structure, submit
 from benchmarks.measure import Row
 
 CASES = {
@@ -28,6 +28,11 @@ CASES = {
     "inflate": archives.inflate,
     "pack": archives.pack,
     "archive-memory": archives.memory,
+    "append-one": appends.one,
+    "append-many": appends.many,
+    "append-large": appends.large,
+    "append-memory": appends.memory,
+    "append-fsync": appends.fsync,
 }
 
 
@@ -56,7 +61,9 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
             f"{row.reference:,.2f}",
             f"{row.unit}, {row.reference_is}",
             f"{row.ratio:.2f}",
-            f"{'>=' if row.at_least else '<='} {row.goal:g} {'met' if row.met else 'NOT MET'}",
+            "-"
+            if row.goal is None
+            else f"{'>=' if row.at_least else '<='} {row.goal:g} {'met' if row.met else 'NOT MET'}",
             row.checked,
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -19,7 +19,7 @@ class Row:
     ours: float
     reference: float
     reference_is: str
-    goal: float
+    goal: float | None  # None: there is none, the figure is for information
     at_least: bool  # the ratio must reach the goal; otherwise it must not pass it
     checked: str  # what was asserted
 
@@ -28,7 +28,9 @@ class Row:
         return self.ours / self.reference
 
     @property
-    def met(self) -> bool:
+    def met(self) -> bool | None:
+        if self.goal is None:
+            return None
         return self.ratio >= self.goal if self.at_least else self.ratio <= self.goal
 
     def as_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@
 #include "codecs.h"
 #include "engine.h"
 #include "stage.h"
+#include "writers.h"
 
 #define TDGPU_API extern "C" __attribute__((visibility("default")))
 
@@ -103,6 +104,11 @@ TDGPU_API int tdgpu_last_error(char* message, size_t size) {
 // A test's stand-in for pread; null puts the real one back.
 TDGPU_API void tdgpu_set_pread(PreadFunction function) {
     pread_function = function ? function : &::pread;
+}
+
+// Likewise for pwritev.
+TDGPU_API void tdgpu_set_pwritev(PwritevFunction function) {
+    pwritev_function = function ? function : &::pwritev;
 }
 
 // --- drivers ---
@@ -284,6 +290,161 @@ TDGPU_API void tdgpu_stage_set_copied(Stage* stage, SharedLoad* read, uint32_t c
 TDGPU_API void tdgpu_stage_strand(SharedLoad* read, uint32_t chunk) {
     (*read)->cancel();
     (*read)->strand(chunk);
+}
+
+// --- files that grow ---
+
+using SharedFiles = std::shared_ptr<GrowingFiles>;
+
+// `paths`: `count` names, each with a NUL at its end.
+TDGPU_API int tdgpu_files_create(const char* paths, const uint64_t* row_bytes, uint32_t count, uint32_t most_open,
+                                 SharedFiles** files) {
+    return guarded([&] {
+        std::vector<GrowingFiles::Leaf> leaves;
+        leaves.reserve(count);
+        for (uint32_t i = 0; i < count; i++) {
+            leaves.push_back({paths, row_bytes[i]});
+            paths += leaves.back().path.size() + 1;
+        }
+        *files = new SharedFiles(std::make_shared<GrowingFiles>(std::move(leaves), most_open));
+    });
+}
+
+// Each gives errno, or 0; `file` is then the one to blame.
+TDGPU_API int tdgpu_files_open_all(SharedFiles* files, uint64_t rows, uint32_t* file, uint64_t* found) {
+    const FileFailure failure = (*files)->open_all(rows, *found);
+    *file = failure.file;
+    return failure.error;
+}
+TDGPU_API int tdgpu_files_reserve(SharedFiles* files, uint64_t first, uint64_t last, uint32_t* file) {
+    const FileFailure failure = (*files)->reserve(first, last);
+    *file = failure.file;
+    return failure.error;
+}
+TDGPU_API int tdgpu_files_sync(SharedFiles* files, uint32_t* file) {
+    const FileFailure failure = (*files)->sync();
+    *file = failure.file;
+    return failure.error;
+}
+TDGPU_API int tdgpu_files_cut_back(SharedFiles* files, uint64_t rows, uint32_t* file) {
+    const FileFailure failure = (*files)->cut_back(rows);
+    *file = failure.file;
+    return failure.error;
+}
+
+// Stores that are under way keep the files open. `files` is null afterwards.
+TDGPU_API void tdgpu_files_release(SharedFiles** files) {
+    delete *files;
+    *files = nullptr;
+}
+
+// --- outlets ---
+
+TDGPU_API int tdgpu_outlet_create(Driver* driver, int device, uint64_t ring_bytes, Outlet** outlet) {
+    return guarded([&] { *outlet = new Outlet(*driver, device, ring_bytes); });
+}
+TDGPU_API int tdgpu_outlet_create_over(char* memory, uint64_t bytes, Outlet** outlet) {
+    return guarded([&] { *outlet = new Outlet(memory, bytes); });
+}
+TDGPU_API void tdgpu_outlet_facts(Outlet* outlet, uint64_t* ring_bytes, uint64_t* pinned_bytes) {
+    *ring_bytes = outlet->ring_bytes();
+    *pinned_bytes = outlet->pinned_bytes();
+}
+TDGPU_API int tdgpu_outlet_claim(Outlet* outlet, uint64_t bytes, uint32_t* chunk, uint64_t* address) {
+    return guarded([&] {
+        const Outlet::Place place = outlet->claim(bytes);
+        *chunk = place.chunk;
+        *address = reinterpret_cast<uint64_t>(place.memory);
+    });
+}
+TDGPU_API int tdgpu_outlet_follow(Outlet* outlet, uint64_t stream) {
+    return guarded([&] { outlet->follow(reinterpret_cast<CUstream>(stream)); });
+}
+TDGPU_API int tdgpu_outlet_copy(Outlet* outlet, uint32_t chunk, uint64_t to, uint64_t source, uint64_t bytes) {
+    return guarded([&] { outlet->copy(chunk, reinterpret_cast<char*>(to), source, bytes); });
+}
+TDGPU_API int tdgpu_outlet_order(Outlet* outlet, uint64_t stream) {
+    return guarded([&] { outlet->order(reinterpret_cast<CUstream>(stream)); });
+}
+TDGPU_API int tdgpu_outlet_settle(Outlet* outlet) {
+    return guarded([&] { outlet->settle(); });
+}
+TDGPU_API int tdgpu_outlet_wait_copied(Outlet* outlet, uint32_t chunk, int64_t milliseconds, int* is_copied) {
+    return guarded([&] { *is_copied = outlet->wait_copied(chunk, milliseconds); });
+}
+TDGPU_API int tdgpu_outlet_wait_free(Outlet* outlet, uint32_t chunk, int64_t milliseconds) {
+    return outlet->wait_free(chunk, milliseconds);
+}
+TDGPU_API void tdgpu_outlet_set_copied(Outlet* outlet, uint32_t chunk) {
+    outlet->set_copied(chunk);
+}
+TDGPU_API uint32_t tdgpu_outlet_last_chunk(Outlet* outlet) {
+    return outlet->last_chunk();
+}
+// Chunks after `chunk` that are not written will not be.
+TDGPU_API void tdgpu_outlet_discard(Outlet* outlet, uint32_t chunk) {
+    while (chunk != outlet->last_chunk()) outlet->set_written(++chunk);
+}
+
+// Only when all stores of its chunks are written or cancelled. `outlet` is null afterwards.
+TDGPU_API int tdgpu_outlet_close(Outlet** outlet, int64_t milliseconds) {
+    return guarded([&] {
+        (*outlet)->close(milliseconds);
+        delete *outlet;
+        *outlet = nullptr;
+    });
+}
+
+// Copies `count` runs of bytes one behind the other.
+TDGPU_API void tdgpu_pack(char* to, const uint64_t* addresses, const uint64_t* sizes, uint64_t count) {
+    for (uint64_t i = 0; i < count; i++) {
+        memcpy(to, reinterpret_cast<const char*>(addresses[i]), sizes[i]);
+        to += sizes[i];
+    }
+}
+
+// --- stores ---
+
+// What a store reports of itself. Part of the C ABI.
+struct StoreReport {
+    uint64_t bytes_written;
+    uint64_t wanted, found;
+    uint32_t file;
+    int32_t error;
+};
+
+using SharedStore = std::shared_ptr<Store>;
+
+TDGPU_API int tdgpu_writers_create(uint32_t threads, Writers** writers) {
+    return guarded([&] { *writers = new Writers(threads); });
+}
+// Joins the threads; what is queued ends unwritten. The object stays.
+TDGPU_API void tdgpu_writers_stop(Writers* writers) {
+    writers->stop();
+}
+
+TDGPU_API int tdgpu_writers_post(Writers* writers, SharedFiles* files, const Part* parts, uint32_t part_count,
+                                 const StoredChunk* chunks, uint32_t chunk_count, SharedStore** store) {
+    return guarded([&] {
+        auto made = std::make_shared<Store>(*files, std::vector<Part>(parts, parts + part_count),
+                                            std::vector<StoredChunk>(chunks, chunks + chunk_count));
+        auto shared = std::make_unique<SharedStore>(made);
+        writers->post(std::move(made));
+        *store = shared.release();
+    });
+}
+TDGPU_API int tdgpu_store_wait(SharedStore* store, int64_t milliseconds) {
+    return (*store)->wait(milliseconds);
+}
+TDGPU_API void tdgpu_store_cancel(SharedStore* store) {
+    (*store)->cancel();
+}
+TDGPU_API void tdgpu_store_report(SharedStore* store, StoreReport* report) {
+    const StoreFailure failure = (*store)->failure();
+    *report = {(*store)->bytes_written(), failure.wanted, failure.found, failure.file, failure.error};
+}
+TDGPU_API void tdgpu_store_release(SharedStore* store) {
+    delete store;
 }
 
 // --- codecs ---

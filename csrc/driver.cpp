@@ -38,4 +38,15 @@ void Driver::fail(CUresult result, const char* what) const {
     throw Error(Cause::driver, result, std::string(what) + " gave " + name + " (" + std::to_string(result) + ")");
 }
 
+void Driver::refuse_capture(CUstream stream) const {
+    int status = kCaptureStatusNone;
+    const CUresult result = StreamIsCapturing(stream, &status);
+    // The default stream answers with an error while another stream is capturing.
+    const bool implicit = result >= kCudaFirstCaptureError && result <= kCudaLastCaptureError;
+    if (implicit || (result == kCudaSuccess && status != kCaptureStatusNone)) {
+        throw Error(Cause::capturing, result, "the stream is capturing a graph");
+    }
+    check(result, "cuStreamIsCapturing");
+}
+
 }  // namespace tdgpu

@@ -60,6 +60,7 @@ static_assert(sizeof(MemOp) == 6 * sizeof(uint64_t), "the size of CUstreamBatchM
       (CUdeviceptr*, void*, unsigned))                                                                              \
     X(MemcpyHtoDAsync, "cuMemcpyHtoDAsync", 3020, "cuMemcpyHtoDAsync_v2",                                           \
       (CUdeviceptr, const void*, size_t, CUstream))                                                                 \
+    X(MemcpyDtoHAsync, "cuMemcpyDtoHAsync", 3020, "cuMemcpyDtoHAsync_v2", (void*, CUdeviceptr, size_t, CUstream))   \
     X(StreamCreateWithPriority, "cuStreamCreateWithPriority", 5050, "cuStreamCreateWithPriority",                   \
       (CUstream*, unsigned, int))                                                                                   \
     X(StreamDestroy, "cuStreamDestroy", 4000, "cuStreamDestroy_v2", (CUstream))                                     \
@@ -100,6 +101,9 @@ public:
         if (result != kCudaSuccess) fail(result, what);
     }
     [[noreturn]] void fail(CUresult result, const char* what) const;
+
+    // Throws Error(capturing) if the stream is capturing a graph.
+    void refuse_capture(CUstream stream) const;
 };
 
 // Makes a context current for a scope and puts back the one that was: the caller's thread belongs to its framework.

@@ -1,5 +1,6 @@
 #include "engine.h"
 
+#include "memops.h"
 #include "patience.h"
 
 namespace tdgpu {
@@ -56,38 +57,12 @@ void Engine::prepare(size_t ring_bytes, unsigned threads) {
 }
 
 void Engine::try_memory_operations() {
-    // That the symbols are there does not mean that the device, or a layer between, carries them out: try them once.
-    if (!driver_.has_memory_operations()) {
-        why_host_ = "the driver has no stream memory operations of version 2 (they came with CUDA 11.7)";
-    } else if (!ring_->is_pinned() || !ring_->gates_are_pinned()) {
-        why_host_ = "no pinned host memory could be had";
-    } else {
-        const uint32_t value = 0x7d69;
-        CUresult result = driver_.StreamWriteValue32(copy_stream_, ring_->trial_address(), value, 0);
-        if (result == kCudaSuccess) {
-            result = driver_.StreamWaitValue32(copy_stream_, ring_->trial_address(), value, kWaitValueGreaterOrEqual);
-        }
-        if (result == kCudaSuccess && driver_.StreamBatchMemOp) {
-            MemOp none{};
-            none.operation = MemOp::kWaitValue32;
-            none.address = ring_->trial_address();
-            none.value = value;
-            none.flags = kWaitValueGreaterOrEqual;
-            has_batches_ = driver_.StreamBatchMemOp(copy_stream_, 1, &none, 0) == kCudaSuccess;
-        }
-        const auto deadline = Clock::now() + milliseconds(2000);
-        for (Patience patience; result == kCudaSuccess && ring_->trial() != value && Clock::now() < deadline;)
-            patience.wait();
-        if (result != kCudaSuccess) {
-            const char* name = nullptr;
-            driver_.GetErrorName(result, &name);
-            why_host_ = std::string("the driver refuses stream memory operations: ") + (name ? name : "unknown error");
-        } else if (ring_->trial() != value) {
-            why_host_ = "the device did not carry out a stream memory operation within 2 s";
-            // That stream may never move again.
-            driver_.check(driver_.StreamCreateWithPriority(&copy_stream_, kStreamNonBlocking, 0),
-                          "cuStreamCreateWithPriority");
-        }
+    const MemoryOperations found = tdgpu::try_memory_operations(driver_, *ring_, copy_stream_);
+    why_host_ = found.why_not;
+    has_batches_ = found.has_batches;
+    if (found.stream_is_stuck) {
+        driver_.check(driver_.StreamCreateWithPriority(&copy_stream_, kStreamNonBlocking, 0),
+                      "cuStreamCreateWithPriority");
     }
 }
 
@@ -108,7 +83,7 @@ bool Engine::take_road(Road road, int64_t budget) {
 std::unique_ptr<Transfer> Engine::begin(Plan plan, CUstream consumer, uint32_t events) {
     CurrentContext current(driver_, context_);
     plan.check(events, largest_chunk());
-    refuse_capture(consumer);
+    driver_.refuse_capture(consumer);
 
     auto transfer = std::make_unique<Transfer>(*this, std::move(plan), road_, events);
     try {
@@ -129,17 +104,6 @@ std::unique_ptr<Transfer> Engine::begin(Plan plan, CUstream consumer, uint32_t e
     }
     readers_->post(transfer->load_);  // before anything below can block on a full queue
     return transfer;
-}
-
-void Engine::refuse_capture(CUstream stream) {
-    int status = kCaptureStatusNone;
-    const CUresult result = driver_.StreamIsCapturing(stream, &status);
-    // The default stream answers with an error while another stream is capturing.
-    const bool implicit = result >= kCudaFirstCaptureError && result <= kCudaLastCaptureError;
-    if (implicit || (result == kCudaSuccess && status != kCaptureStatusNone)) {
-        throw Error(Cause::capturing, result, "the stream is capturing a graph");
-    }
-    driver_.check(result, "cuStreamIsCapturing");
 }
 
 bool Engine::pump(Transfer& transfer, int64_t budget) {
@@ -315,7 +279,7 @@ bool Engine::drained(Transfer& transfer) {
 
 void Engine::order(Transfer& transfer, uint32_t event, CUstream stream) {
     CurrentContext current(driver_, context_);
-    refuse_capture(stream);
+    driver_.refuse_capture(stream);
     if (event >= transfer.events_.size()) throw Error(Cause::invalid, 0, "no such event");
     driver_.check(driver_.StreamWaitEvent(stream, transfer.events_[event], 0), "cuStreamWaitEvent");
 }

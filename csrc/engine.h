@@ -111,7 +111,6 @@ private:
     void retire_copies();
     bool is_idle();
     bool is_broken();
-    void refuse_capture(CUstream stream);
 
     CUevent take_event();
     void give_back(CUevent event);

@@ -1,9 +1,6 @@
 #include "readers.h"
 
-#include <pthread.h>
-
-#include <csignal>
-#include <cstdio>
+#include "threads.h"
 
 namespace tdgpu {
 namespace {
@@ -17,21 +14,7 @@ constexpr uint32_t kTakePieces = 32;
 
 Readers::Readers(unsigned threads) {
     working_.resize(threads);
-    // Signals are for the program's own threads: a reader that caught one would interrupt nothing but itself.
-    sigset_t all, previous;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &previous);
-    try {
-        for (unsigned i = 0; i < threads; i++) threads_.emplace_back(&Readers::run, this, i);
-    } catch (const std::system_error& error) {
-        // Limits on threads: fewer will do, none will not.
-        if (threads_.empty()) {
-            pthread_sigmask(SIG_SETMASK, &previous, nullptr);
-            throw Error(Cause::memory, error.code().value(),
-                        std::string("no reader thread could be started: ") + error.what());
-        }
-    }
-    pthread_sigmask(SIG_SETMASK, &previous, nullptr);
+    threads_ = start_threads(threads, "tdgpu-read", [this](unsigned number) { run(number); });
 }
 
 Readers::~Readers() {
@@ -67,9 +50,6 @@ void Readers::stop() {
 }
 
 void Readers::run(unsigned number) {
-    char name[16];
-    snprintf(name, sizeof name, "tdgpu-read-%u", number);
-    pthread_setname_np(pthread_self(), name);
     Worker worker;
     Work work;
     while (take(number, work, worker)) {

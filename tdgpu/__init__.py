@@ -9,10 +9,14 @@
 [0, 1, 2]
 """
 
+from tdgpu.append.appender import MemmapAppender
+from tdgpu.append.once import append_memmap, recover_memmap
 from tdgpu.archives.packing import pack_memmap, save
 from tdgpu.archives.unpacking import unpack_memmap
 from tdgpu.archives.verifying import verify_memmap
 from tdgpu.errors import TdgpuError
+from tdgpu.growing import MemmapReader
+from tdgpu.layout.commit import RecoveryReport
 from tdgpu.load import load_memmap
 from tdgpu.options import options
 from tdgpu.transfer import LoadFuture, LoadProgress, synchronize
@@ -22,11 +26,16 @@ __version__ = "0.1.0"
 __all__ = [
     "LoadFuture",
     "LoadProgress",
+    "MemmapAppender",
+    "MemmapReader",
+    "RecoveryReport",
     "TdgpuError",
     "__version__",
+    "append_memmap",
     "load_memmap",
     "options",
     "pack_memmap",
+    "recover_memmap",
     "save",
     "synchronize",
     "unpack_memmap",

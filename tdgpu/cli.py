@@ -170,6 +170,69 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+def append(
+    directory: Annotated[str, typer.Argument(metavar="DEST", help="The saved directory that grows.")],
+    source: Annotated[str, typer.Argument(help="The rows: another saved directory or an archive.")],
+    rows: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Only these rows of it, as a slice: 100:200, :50, -10: .")
+    ] = None,
+    no_durable: Annotated[
+        bool, typer.Option("--no-durable", help="Do not wait for the disk: a power failure may lose or damage rows.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Appends the rows of another save to a saved directory, all of them or none.
+
+    Example: tdgpu append runs/all runs/7.tdz --rows 0:1000
+    """
+    from tdgpu.append.copying import append_save
+
+    wanted = None if rows is None else _rows(rows)
+    started = time.perf_counter()
+    added = append_save(directory, source, rows=wanted, durable=False if no_durable else None, progress=True)
+    report = {
+        "directory": directory, "source": source, "rows": added, "seconds": round(time.perf_counter() - started, 3)
+    }  # fmt: skip
+    _say(report, "{directory}: {rows} rows appended in {seconds} s", as_json=as_json)
+
+
+@app.command()
+def recover(
+    directory: Annotated[str, typer.Argument(help="A saved directory.")],
+    as_json: Json = False,
+) -> None:
+    """Undoes or completes what a killed append has left. (The next append does so by itself.)
+
+    Example: tdgpu recover runs/all
+    """
+    from tdgpu.append.once import recover_memmap
+
+    found = recover_memmap(directory)
+    report = {
+        "path": str(found.path), "state": found.state, "rows": found.rows, "completed": list(found.completed),
+        "removed": list(found.removed), "surplus": found.surplus,
+    }  # fmt: skip
+    for file in found.completed:
+        sys.stderr.write(f"completed: {file}\n")
+    for file in found.removed:
+        sys.stderr.write(f"removed: {file}\n")
+    if found.surplus:
+        sys.stderr.write(f"note: {found.surplus} bytes behind the rows, which the next append overwrites\n")
+    _say(report, "{path}: {state}, {rows} rows", as_json=as_json)
+
+
+def _rows(text: str) -> slice:
+    bounds = text.split(":")
+    try:
+        start, stop = (int(bound) if bound.strip() else None for bound in bounds)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is no range of rows, such as 100:200, :50 or -10: .", param_hint="--rows"
+        ) from None
+    return slice(start, stop)
+
+
 def _block_size(text: str) -> int | None:
     if text.lower() == "none":
         return None

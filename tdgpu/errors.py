@@ -21,6 +21,7 @@ from typing import Any
 Key = tuple[str, ...]
 
 __all__ = [
+    "AppendError",
     "ArchiveError",
     "ArchiveNotSupported",
     "CaptureError",
@@ -40,6 +41,7 @@ __all__ = [
     "OutMismatchError",
     "PickleRefused",
     "SaveExists",
+    "SaveLocked",
     "SaveNotFound",
     "SubpathError",
     "TdgpuError",
@@ -127,6 +129,24 @@ class SaveExists(TdgpuError, RuntimeError):
     """There is something at the path already, and ``existsok=False``."""
 
 
+class SaveLocked(TdgpuError, TimeoutError):
+    """Another writer appends to the save, and did not end in time.
+
+    Attributes:
+        pid: the process that holds the lock; None where the system does not tell.
+    """
+
+    __str__ = TdgpuError.__str__
+
+    def __init__(self, message: str, *, pid: int | None = None, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.pid = pid
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (cls, message, facts) = super().__reduce__()
+        return rebuild, (cls, message, {**facts, "pid": self.pid})
+
+
 class LockedOutError(TdgpuError, RuntimeError):
     """``out`` is locked: unlock it first."""
 
@@ -196,6 +216,24 @@ class LoadError(TransferError, OSError):
     """A leaf could not be read although its size was right when the load began."""
 
     __str__ = TdgpuError.__str__
+
+
+class AppendError(TransferError, OSError):
+    """Rows could not be written or committed. What was committed before stays; the message says what became of them.
+
+    Attributes:
+        errno: the system's number for what happened, if it is the system's; else None.
+    """
+
+    __str__ = TdgpuError.__str__
+
+    def __init__(self, message: str, *, code: int | None = None, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.errno = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (cls, message, facts) = super().__reduce__()
+        return rebuild, (cls, message, {**facts, "code": self.errno})
 
 
 class ChecksumError(LoadError, zipfile.BadZipFile):

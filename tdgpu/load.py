@@ -1,4 +1,4 @@
-"""Loading a save: :func:`load_memmap`."""
+"""Loading a save: :func:`load_memmap`, and :func:`load_save` of one that has been read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import operator
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from tdgpu.layout.tree import Leaf
 from tdgpu.transfer import LoadFuture, Transfer, host, start
 from tdgpu.transfer.progress import bar
 
-__all__ = ["load_memmap"]
+__all__ = ["Request", "check_allow_pickle", "load_memmap", "load_save"]
 
 _CPU = torch.device("cpu")
 
@@ -118,81 +119,175 @@ def load_memmap(
         15.0
         tensor(..., device='meta', size=(2, 3))
     """
-    if mode not in (None, "r", "r+"):
-        raise InvalidArgument(f"mode must be 'r', 'r+' or None, got {mode!r}.")
-    if allow_pickle is not None and not isinstance(allow_pickle, bool):
-        raise InvalidArgumentType(f"allow_pickle must be a bool or None, got {allow_pickle!r}.")
-    if out is not None and not is_tensor_collection(out):
-        raise InvalidArgumentType(f"out must be a tensor collection, got a {type(out).__name__}.")
-    wanted_rows = None if rows is None else check(rows)
-    # So many threads inflate on the CPU, 0 being one after the other; on a device at most so many of the engine's.
-    if not hasattr(num_threads, "__index__"):
-        raise InvalidArgumentType(f"num_threads is a whole number, not {num_threads!r}.")
-    threads = operator.index(num_threads)
-    started = time.perf_counter()
-    target = None if device is None else torch.device(device)
-    fake = fake_is_active()
-    structure_only = fake or (target is not None and target.type == "meta")
-    save = reader.read(prefix, subpath=subpath, robust_key=robust_key, check=not structure_only)
+    request = Request.checked(
+        device, non_blocking, out=out, robust_key=robust_key, mode=mode, num_threads=num_threads,
+        allow_pickle=allow_pickle, return_early=return_early, rows=rows, verify=verify, progress=progress,
+    )  # fmt: skip
+    save = reader.read(prefix, subpath=subpath, robust_key=robust_key, check=not request.structure_only)
     with contextlib.closing(save):
-        objects.resolve(save, allow_pickle)
-        whole = save
-        if wanted_rows is not None:
-            save = narrow(save, wanted_rows)
-        check_mode(save, mode, structure_only=structure_only)
-        check_out(save, target, out)
-        where = places(save, target, out)
+        return load_save(save, request)
 
-        def build(provide: Callable[[Leaf], torch.Tensor]) -> Any:
-            return assemble(
-                save, provide, device=target, out=out, allow_pickle=allow_pickle, robust_key=robust_key, mode=mode,
-                keep_prefix=not fake and save is whole,
-            )  # fmt: skip
 
-        on_host = _host_leaves(save, where, mode, fake)
-        moving = {} if structure_only else _moving(where)
-        if verify and not structure_only:
-            _verify_stored(save, where, threads)
-        if not moving:
-            result = build(on_host)
-            path = "structure" if structure_only else "mapped"
-            return LoadFuture(result, save, [], path=path, started=started) if return_early else result
+def check_allow_pickle(allow_pickle: object) -> bool | None:
+    """``allow_pickle``, if it is a bool or None.
 
-        transfers: dict[torch.device, Transfer] = {}
-        try:
-            for place, leaves in moving.items():
-                if place.type == "cpu":
-                    transfers[place] = host.start(save.prefix, leaves, threads=threads)
-                else:
-                    transfers[place] = start(
-                        save.prefix, leaves, place, early=return_early, verify=verify, most_threads=max(threads, 0)
-                    )
-            carrier = {leaf: transfers[place] for place, leaves in moving.items() for leaf in leaves}
+    Raises:
+        InvalidArgumentType: it is not.
+    """
+    if allow_pickle is None or isinstance(allow_pickle, bool):
+        return allow_pickle
+    raise InvalidArgumentType(f"allow_pickle must be a bool or None, got {allow_pickle!r}.")
 
-            def provide(leaf: Leaf) -> torch.Tensor:
-                transfer = carrier.get(leaf)
-                return on_host(leaf) if transfer is None else transfer.tensor(leaf)
 
-            if not return_early:
-                # First the bytes, so that an `out` is left as it was where they cannot be had. On the CPU there is no
-                # stream that could wait for them.
-                for transfer in transfers.values():
-                    if non_blocking and transfer.device.type != "cpu":
-                        continue
-                    what = "inflating" if transfer.device.type == "cpu" else f"loading to {transfer.device}"
-                    with bar(what, transfer.flight.nbytes, enabled=progress) as tell:
-                        transfer.synchronize(tell)
-            result = build(provide)
-            if return_early:
-                return LoadFuture(result, save, list(transfers.values()), started=started)
-            if non_blocking:
-                for transfer in transfers.values():
-                    transfer.wait()
-                    transfer.leave()
-        except BaseException:
+@dataclass(frozen=True)
+class Request:
+    """What a load is asked for: the arguments of :func:`load_memmap` once they are checked.
+
+    Attributes:
+        device: where the leaves go; None: the CPU, mapped.
+        non_blocking, out, robust_key, mode, allow_pickle, return_early, verify, progress: as in :func:`load_memmap`.
+        threads: so many threads inflate on the CPU, 0 being one after the other; on a device at most so many of the
+            engine's.
+        rows: the rows to load; None: all.
+        fake: whether a ``FakeTensorMode`` is active.
+        keep_prefix: whether a mapped result of the whole save knows the directory as its own.
+        started: when the call began, by ``time.perf_counter()``.
+    """
+
+    device: torch.device | None
+    non_blocking: bool
+    out: Any
+    robust_key: bool | None
+    mode: str | None
+    threads: int
+    allow_pickle: bool | None
+    return_early: bool
+    rows: slice | None
+    verify: bool
+    progress: bool
+    fake: bool
+    keep_prefix: bool
+    started: float
+
+    @property
+    def structure_only(self) -> bool:
+        """Whether no leaf's file is needed."""
+        return self.fake or (self.device is not None and self.device.type == "meta")
+
+    @classmethod
+    def checked(
+        cls,
+        device: torch.device | str | int | None,
+        non_blocking: bool,
+        *,
+        out: Any,
+        robust_key: bool | None,
+        mode: str | None,
+        num_threads: int,
+        allow_pickle: bool | None,
+        return_early: bool,
+        rows: slice | None,
+        verify: bool,
+        progress: bool,
+        keep_prefix: bool = True,
+    ) -> Request:
+        """Checks what can be checked without the save.
+
+        Raises:
+            InvalidArgument, InvalidArgumentType: see :func:`load_memmap`.
+        """
+        if mode not in (None, "r", "r+"):
+            raise InvalidArgument(f"mode must be 'r', 'r+' or None, got {mode!r}.")
+        check_allow_pickle(allow_pickle)
+        if out is not None and not is_tensor_collection(out):
+            raise InvalidArgumentType(f"out must be a tensor collection, got a {type(out).__name__}.")
+        wanted_rows = None if rows is None else check(rows)
+        if not hasattr(num_threads, "__index__"):
+            raise InvalidArgumentType(f"num_threads is a whole number, not {num_threads!r}.")
+        return cls(
+            threads=operator.index(num_threads),
+            started=time.perf_counter(),
+            device=None if device is None else torch.device(device),
+            fake=fake_is_active(),
+            non_blocking=non_blocking, out=out, robust_key=robust_key, mode=mode, allow_pickle=allow_pickle,
+            return_early=return_early, rows=wanted_rows, verify=verify, progress=progress, keep_prefix=keep_prefix,
+        )  # fmt: skip
+
+
+def load_save(save: Save, request: Request) -> Any:
+    """Loads a save that has been read, as :func:`load_memmap` does.
+
+    Args:
+        save: the save, whose leaves' files were checked unless ``request.structure_only``. It is not changed, except
+            that its non-tensor contents are read, for which an archive must still be open.
+        request: what is wanted of it.
+
+    Returns:
+        What :func:`load_memmap` returns.
+
+    Raises:
+        TdgpuError: see :func:`load_memmap`.
+    """
+    objects.resolve(save, request.allow_pickle)
+    whole = save
+    if request.rows is not None:
+        save = narrow(save, request.rows)
+    check_mode(save, request.mode, structure_only=request.structure_only)
+    check_out(save, request.device, request.out)
+    where = places(save, request.device, request.out)
+
+    def build(provide: Callable[[Leaf], torch.Tensor]) -> Any:
+        return assemble(
+            save, provide, device=request.device, out=request.out, allow_pickle=request.allow_pickle,
+            robust_key=request.robust_key, mode=request.mode,
+            keep_prefix=request.keep_prefix and not request.fake and save is whole,
+        )  # fmt: skip
+
+    on_host = _host_leaves(save, where, request.mode, request.fake)
+    moving = {} if request.structure_only else _moving(where)
+    if request.verify and not request.structure_only:
+        _verify_stored(save, where, request.threads)
+    if not moving:
+        result = build(on_host)
+        path = "structure" if request.structure_only else "mapped"
+        return LoadFuture(result, save, [], path=path, started=request.started) if request.return_early else result
+
+    transfers: dict[torch.device, Transfer] = {}
+    try:
+        for place, leaves in moving.items():
+            if place.type == "cpu":
+                transfers[place] = host.start(save.prefix, leaves, threads=request.threads)
+            else:
+                transfers[place] = start(
+                    save.prefix, leaves, place, early=request.return_early, verify=request.verify,
+                    most_threads=max(request.threads, 0),
+                )  # fmt: skip
+        carrier = {leaf: transfers[place] for place, leaves in moving.items() for leaf in leaves}
+
+        def provide(leaf: Leaf) -> torch.Tensor:
+            transfer = carrier.get(leaf)
+            return on_host(leaf) if transfer is None else transfer.tensor(leaf)
+
+        if not request.return_early:
+            # First the bytes, so that an `out` is left as it was where they cannot be had. On the CPU there is no
+            # stream that could wait for them.
             for transfer in transfers.values():
-                transfer.cancel()
-            raise
+                if request.non_blocking and transfer.device.type != "cpu":
+                    continue
+                what = "inflating" if transfer.device.type == "cpu" else f"loading to {transfer.device}"
+                with bar(what, transfer.flight.nbytes, enabled=request.progress) as tell:
+                    transfer.synchronize(tell)
+        result = build(provide)
+        if request.return_early:
+            return LoadFuture(result, save, list(transfers.values()), started=request.started)
+        if request.non_blocking:
+            for transfer in transfers.values():
+                transfer.wait()
+                transfer.leave()
+    except BaseException:
+        for transfer in transfers.values():
+            transfer.cancel()
+        raise
     return result
 
 

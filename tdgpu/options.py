@@ -91,6 +91,16 @@ class Options:
         "Read leaves of 1 MiB or more with O_DIRECT, past the page cache. Falls back to buffered reads where the file"
         " system refuses it, at open or at the first read.",
     )  # fmt: skip
+    durable: bool = _option(
+        True, "TDGPU_DURABLE", _flag,
+        "Appends reach the disk before they count as committed (`fsync` of files and directories). Off: they survive a"
+        " killed process, but not a power failure.",
+    )  # fmt: skip
+    lock_timeout: int = _option(
+        30, "TDGPU_LOCK_TIMEOUT", int,
+        "Seconds that an append waits for another writer of the same save before it raises.",
+        minimum=0, maximum=86400,
+    )  # fmt: skip
     cuda_driver: str | None = _option(
         None, "TDGPU_CUDA_DRIVER", str,
         "Path of the CUDA driver library. Unset: `libcuda.so.1`, as the loader finds it.",

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import simgpu
 
-from tdgpu.transfer import native, registry
+from tdgpu.transfer import native, outgoing, outlets, registry
 
 ON_CUDA = os.environ.get("TDGPU_TEST_DEVICE", "cuda") == "cuda" and torch.cuda.is_available()
 
@@ -37,17 +37,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
+def close_all() -> None:
+    """Ends engines and outlets: new ones see the simulation's settings."""
+    outlets.close_idle()
+    registry.close_all()
+
+
 @pytest.fixture
 def sim() -> Iterator[simgpu.Sim]:
     """The simulated device with random delays, and new engines."""
     if ON_CUDA:
         pytest.skip("needs the simulated device; set TDGPU_TEST_DEVICE=simgpu")
     simulation = simgpu.require()
-    registry.close_all()
+    close_all()
     simulation.reset()
     simulation.set(delay_us=300)
     yield simulation
-    registry.close_all()
+    close_all()
     found = simulation.violations()
     simulation.io.reset()
     simulation.reset()
@@ -56,11 +62,13 @@ def sim() -> Iterator[simgpu.Sim]:
 
 @pytest.fixture
 def faulty(sim: simgpu.Sim) -> Iterator[simgpu.Sim]:
-    """The simulated device, while reads go through the simulation's pread."""
+    """The simulated device, while reads and writes go through the simulation's pread and pwritev."""
     sim.io.reset()
     native.set_pread(sim.io.pread_address)
+    outgoing.set_pwritev(sim.io.pwritev_address)
     yield sim
     native.set_pread(None)
+    outgoing.set_pwritev(None)
 
 
 @pytest.fixture

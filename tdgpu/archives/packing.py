@@ -17,8 +17,9 @@ from tdgpu.archives.pipeline import Packer, Workers, thread_count
 from tdgpu.archives.sources import BytesSource, DeviceSource, FileSource, Source, TensorSource
 from tdgpu.archives.target import LEFT_BEHIND, check_target, replacing
 from tdgpu.archives.writer import ZipWriter
-from tdgpu.errors import FormatError, InvalidArgument, InvalidArgumentType, SaveExists
+from tdgpu.errors import FormatError, InvalidArgument, InvalidArgumentType, LoadError, SaveExists
 from tdgpu.layout.archive.index import SIDECAR
+from tdgpu.layout.commit import TEMPORARY
 from tdgpu.layout.describe import File, describe, in_order
 from tdgpu.transfer.fetch import Fetcher
 from tdgpu.transfer.progress import bar
@@ -69,7 +70,8 @@ def pack_memmap(
         InvalidArgument: ``prefix`` is no saved directory, ``archive_path`` is in it or no regular file, an unknown
             method, level or block size (a ValueError).
         NotSupported: a method that cannot be written, such as zstd (a NotImplementedError).
-        LoadError: a file changed its size meanwhile (an OSError).
+        FormatError: an append to the save was killed, or is under way; or links in it form a loop (a RuntimeError).
+        LoadError: a file changed its size meanwhile, or rows were appended (an OSError).
         OSError: a file cannot be read, or the archive not be written.
 
     Example:
@@ -87,11 +89,15 @@ def pack_memmap(
     if not os.path.isfile(os.path.join(root, "meta.json")):
         raise InvalidArgument("This is no saved directory: it has no meta.json.", save=root)
     files = _files_of(root)
+    metadata = _metadata_of(files, root)
     _check_outside(target, root, [path for path, _ in files.values()])
     with _packing(target, chosen, threads, sum(size for _, size in files.values()), show=progress) as packer:
         for name in sorted(files, key=in_order):
             path, size = files[name]
             packer.add(name, FileSource(path, size, root))
+        packer.finish()
+        if _metadata_of(files, root) != metadata:  # then what is packed may be of both states
+            raise LoadError("Rows were appended to this save while it was packed: pack it again.", save=root)
     return Path(archive_path)
 
 
@@ -172,6 +178,7 @@ def save(
         with _packing(target, chosen, threads, total, show=progress) as packer:
             for file, source in zip(files, sources, strict=True):
                 packer.add(file.name, source)
+            packer.finish()
     return Path(path)
 
 
@@ -195,15 +202,13 @@ def _directories(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _packing(target: str, compression: Compression, threads: int, nbytes: int, *, show: bool) -> Iterator[Packer]:
-    """A packer whose archive takes its place when the block ends without an error."""
+    """A packer whose archive, once finished, takes its place when the block ends without an error."""
     with (
         replacing(target) as fd,
         Workers(threads) as workers,
         bar(f"writing {os.path.basename(target)}", nbytes, enabled=show) as tell,
     ):
-        packer = Packer(ZipWriter(fd), compression, workers, target, tell)
-        yield packer
-        packer.finish()
+        yield Packer(ZipWriter(fd), compression, workers, target, tell)
 
 
 # --- a directory ------------------------------------------------------------------------------------------------------
@@ -226,6 +231,8 @@ def _files_of(root: str) -> dict[str, tuple[str, int]]:
                 if entry.is_dir():
                     directories.append((entry.path, f"{name}{entry.name}/", (*ancestors, identity)))
                 elif entry.is_file():
+                    if entry.name == TEMPORARY:
+                        raise _pending(root, entry.path)
                     found[name + entry.name] = entry.path, entry.stat().st_size
     # An index that other tools unzipped as a file: it is written anew, if at all.
     return {
@@ -233,6 +240,26 @@ def _files_of(root: str) -> dict[str, tuple[str, int]]:
         for name, file in found.items()
         if not (name.endswith(SIDECAR) and name.removesuffix(SIDECAR) in found)
     }
+
+
+def _pending(root: str, file: str) -> FormatError:
+    return FormatError(
+        "An append to this save was killed, or is under way: call recover_memmap first, or wait.", save=root, file=file
+    )
+
+
+def _metadata_of(files: dict[str, tuple[str, int]], root: str) -> dict[str, tuple[int, int]]:
+    """What identifies the metadata of each level: an append replaces it, level by level."""
+    found = {}
+    for path, _ in files.values():
+        directory, name = os.path.split(path)
+        if name == "meta.json":
+            temporary = os.path.join(directory, TEMPORARY)
+            if os.path.lexists(temporary):
+                raise _pending(root, temporary)
+            status = os.stat(path)
+            found[path] = status.st_ino, status.st_mtime_ns
+    return found
 
 
 def _check_outside(target: str, root: str, paths: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from tdgpu.layout import reader
 from tdgpu.layout.archive.central import Directory
 from tdgpu.layout.archive.index import SIDECAR, is_index
 from tdgpu.layout.archive.records import Entry
+from tdgpu.layout.commit import TEMPORARY
 from tdgpu.transfer import host, runs
 from tdgpu.transfer.progress import bar
 
@@ -29,7 +30,7 @@ class Report:
         entries: the entries of the archive; of a directory, the files of its leaves.
         nbytes: bytes of them, inflated.
         problems: what is wrong, each an error that names the entry or file.
-        notes: what could not be checked, and why.
+        notes: what could not be checked, and why; and whether an append is pending.
     """
 
     path: Path
@@ -93,6 +94,13 @@ def verify_memmap(path: str | os.PathLike[str], *, num_threads: int | None = Non
                     problems += _entries(archive, every, threads, tell)
         except TdgpuError as error:
             problems.append(error)
+    if is_directory:
+        notes += [
+            f"An append was killed, or is under way: {os.path.join(directory, TEMPORARY)} is there. Readers see whole"
+            " rows all the same; recover_memmap puts the files in order."
+            for directory, _, names in os.walk(place)
+            if TEMPORARY in names
+        ][:1]
     if is_directory or entries:
         try:
             save = reader.read(place)

@@ -20,6 +20,7 @@ from tdgpu.errors import (
     TdgpuError,
 )
 from tdgpu.layout import classes, collector, keys, metadata
+from tdgpu.layout.commit import Top, top_above
 from tdgpu.layout.files import Where
 from tdgpu.layout.save import Save
 from tdgpu.layout.store import Store, open_store
@@ -79,6 +80,8 @@ def read(
     try:
         reader = _Reader(root, store, robust=robust_key is None or bool(robust_key), check=check)
         path = store.root if parts is None else reader.below(parts)
+        if parts:
+            reader.top = top_above(path, Where(root, (), store.root), store.is_named, reader.meta_if_complete)
         with collector.paused():
             return Save(root, reader.level(path, ()), store)
     except BaseException:
@@ -98,6 +101,7 @@ class _Reader:
         self.budget = get_options().max_metadata_bytes
         self.ancestors: list[Hashable] = []
         self.stacks = 0  # lazy stacks among them
+        self.top: Top | None = None  # what the level that is read grows with
 
     # --- levels ---
 
@@ -116,7 +120,7 @@ class _Reader:
             self._lazy_stack(level, where)
         elif level.kind is Kind.FOREIGN and self.store.exists(os.path.join(path, "_source", "meta.json")):
             # Its own loader will read it; what lies there is checked all the same.
-            level.children["_source"] = self.level(os.path.join(path, "_source"), key)
+            level.children["_source"] = self._apart(os.path.join(path, "_source"), key)
         self.ancestors.pop()
         return level
 
@@ -130,23 +134,47 @@ class _Reader:
             raise where.malformed(f"The levels of this save form a loop, or lie more than {MAX_DEPTH} deep.")
         return identity
 
+    def _apart(self, path: str, key: Key) -> Level:
+        """A level below this one that does not grow with what is above it."""
+        above, self.top = self.top, None
+        level = self.level(path, key)
+        self.top = above
+        return level
+
     def _meta(self, where: Where) -> dict[str, Any]:
         data = self.store.read_small(where, missing=SaveNotFound, bound=self.budget)
         self.budget -= len(data)
         return metadata.parse(data, where)
 
+    def meta_if_complete(self, where: Where) -> dict[str, Any] | None:
+        """What :class:`Top` looks at once more, or beside what has been read: it may be gone, or half written."""
+        try:
+            return metadata.parse(self.store.read_small(where, missing=SaveNotFound, bound=self.budget), where)
+        except TdgpuError:
+            return None
+
     def _tensordict(self, level: Level, where: Where) -> None:
         checker = metadata.ShapeChecker(where)
         level.batch_size = checker.shape(None, level.meta.get("shape", []))
+        above = self.top
+        if level.batch_size:
+            if above is None:
+                self.top = Top(where, level.batch_size[0], self.meta_if_complete)
+            elif level.batch_size[0] != above.rows:
+                level.meta = above.settled(level.meta, where)
+                level.batch_size = checker.shape(None, level.meta["shape"])
         level.saved_device = metadata.saved_device(level.meta.get("device", "None"), where)
         level.names = metadata.names(level.meta.get("_names"), len(level.batch_size), where)
         for key in self._leaves(level, checker):
             level.children[key] = self.level(self._child_path(level, key), (*level.key, key))
+        self.top = above
 
     def _tensorclass(self, level: Level) -> None:
         path = os.path.join(level.path, "_tensordict")
         if self.store.is_named(path):
-            child = level.children["_tensordict"] = self.level(path, level.key)
+            # A non-tensor value is the same for all rows: it does not grow.
+            read = self._apart if level.kind is Kind.NON_TENSOR_DATA else self.level
+            child = level.children["_tensordict"] = read(path, level.key)
             level.batch_size = child.batch_size
         elif level.kind is Kind.TENSORCLASS:
             raise Where(self.save, level.key, path).error(
@@ -166,7 +194,7 @@ class _Reader:
                 raise Where(self.save, level.key, os.path.join(level.path, str(i))).error(
                     MissingLeafError, f"The member {i} of this lazy stack is missing."
                 )
-            level.children[str(i)] = self.level(os.path.join(level.path, str(i)), (*level.key, str(i)))
+            level.children[str(i)] = self._apart(os.path.join(level.path, str(i)), (*level.key, str(i)))
         self.stacks -= 1
         sizes = [child.batch_size for child in level.children.values()]
         first = sizes[0]

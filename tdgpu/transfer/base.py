@@ -9,7 +9,7 @@ import torch
 
 from tdgpu.errors import ChecksumError, LoadError, NotSupported, TransferError
 from tdgpu.layout.tree import Key, Leaf, Packed
-from tdgpu.transfer import native
+from tdgpu.transfer import library, native
 
 
 class Flight(abc.ABC):
@@ -82,7 +82,7 @@ class Flight(abc.ABC):
         if report.cause == "none":
             return None
         if report.piece < 0:
-            error = native.error_of(report.cause, report.message, "The load failed")
+            error = library.error_of(report.cause, report.message, "The load failed")
             if isinstance(error, TransferError):
                 error.save = self.save
             return error

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tdgpu.errors import TdgpuError
-from tdgpu.transfer import native, registry, streams
+from tdgpu.transfer import library, registry, streams
 from tdgpu.transfer.engine import DeviceEngine
 
 
@@ -31,8 +31,8 @@ def diagnose(device: torch.device | None = None) -> dict[str, Any]:
 
 def _core() -> dict[str, Any]:
     try:
-        library = native.core()
-        return {"path": str(native.library_path()), "version": library.tdgpu_version().decode(), "error": None}
+        loaded = library.core()
+        return {"path": str(library.library_path()), "version": loaded.tdgpu_version().decode(), "error": None}
     except TdgpuError as error:
         return {"path": error.file, "version": None, "error": str(error)}
 

@@ -14,7 +14,7 @@ import torch
 from tdgpu.errors import DeviceError, TransferError
 from tdgpu.layout.tree import Leaf
 from tdgpu.options import get as get_options
-from tdgpu.transfer import native, streams
+from tdgpu.transfer import library, native, streams
 from tdgpu.transfer.base import Flight, Transfer
 from tdgpu.transfer.plan import LoadPlan, make_plan
 from tdgpu.transfer.watcher import Watcher
@@ -23,7 +23,7 @@ from tdgpu.transfer.watcher import Watcher
 class DeviceEngine:
     """A device's native engine, and the lock for those who enqueue."""
 
-    def __init__(self, driver: native.Driver, device: torch.device) -> None:
+    def __init__(self, driver: library.Driver, device: torch.device) -> None:
         settings = get_options()
         self.device = device
         self.settings = settings

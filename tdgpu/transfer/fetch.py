@@ -13,7 +13,7 @@ from tdgpu.errors import CaptureError, TransferError
 from tdgpu.options import get as get_options
 from tdgpu.transfer import streams
 
-__all__ = ["Fetcher", "raw_bytes", "windows"]
+__all__ = ["Fetcher", "raw_bytes", "refuse_capture", "windows"]
 
 BUFFERS = 4
 
@@ -69,7 +69,7 @@ class Fetcher:
         """
         self.device = device
         self._is_default = streams.is_default_accelerator(device)
-        _refuse_capture(device)
+        refuse_capture(device)
         memory, self._are_pinned = streams.host_buffer(device, get_options().ring_bytes, BUFFERS * 4096)
         self._buffers = memory.split(len(memory) // BUFFERS // 4096 * 4096)[:BUFFERS]
         self.pinned_bytes = len(memory) if self._are_pinned else 0
@@ -143,8 +143,9 @@ class Fetcher:
             raise TransferError(f"A copy from {self.device} failed: {error}") from error
 
 
-def _refuse_capture(device: torch.device) -> None:
+def refuse_capture(device: torch.device) -> None:
+    """Raises CaptureError if the device's current stream is capturing a graph."""
     module: Any = torch.get_device_module(device.type)
     is_capturing = getattr(module, "is_current_stream_capturing", None)
     if is_capturing is not None and is_capturing():
-        raise CaptureError(f"The current stream of {device} is capturing a graph: save outside of it.")
+        raise CaptureError(f"The current stream of {device} is capturing a graph: copy from it outside of that.")

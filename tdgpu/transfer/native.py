@@ -1,36 +1,22 @@
-"""The ctypes face of the native core (``csrc/capi.cpp``): its functions, its structures, and its errors as exceptions.
-
-ctypes releases the GIL for the length of every call, so that other Python threads run while the core waits. Waits in
-the core are bounded; the loops around them are here in Python, where signals are seen.
-"""
+"""The ctypes face of what the native core (``csrc/capi.cpp``) reads: plans, loads to a device, reads to the host."""
 
 from __future__ import annotations
 
 import abc
 import atexit
 import ctypes
-import functools
-import hashlib
-import importlib.metadata
 import os
 import weakref
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from tdgpu.errors import CaptureError, DeviceError, ForkError, InvalidArgument, NativeCoreError, TransferError
-from tdgpu.options import get as get_options
-
-LIBRARY = "_core/libtdgpu_core.so"
-PACKAGE = Path(__file__).resolve().parents[1]
+from tdgpu.errors import TransferError
+from tdgpu.transfer.library import CAUSES, SLICE_MS, Driver, check, check_process, core, declare
 
 # Paths, and the inodes that they had when they were checked (0: any).
 Files = list[tuple[str, int]]
-
-# What one call of a wait may take. Ctrl-C is answered this late.
-SLICE_MS = 50
 
 # The structures Piece and Chunk of csrc/load.h, and Run of csrc/inflate.h.
 PIECE = np.dtype(
@@ -59,12 +45,6 @@ END_MARKER = 2
 
 # Codec of csrc/codecs.h.
 CODECS = ("libdeflate", "zlib", "bzip2", "lzma", "zstd")
-
-# Cause of csrc/error.h.
-CAUSES = (
-    "none", "invalid", "library", "driver", "read", "truncated", "memory", "cancelled", "capturing", "exists_not",
-    "damaged", "unsupported",
-)  # fmt: skip
 
 
 class _Report(ctypes.Structure):
@@ -128,44 +108,9 @@ class Report:
     found: int
 
 
-def library_path() -> Path:
-    """Where the native core is.
-
-    Raises:
-        NativeCoreError: it was not built.
-    """
-    chosen = get_options().native_core
-    if chosen is not None:
-        return Path(chosen)
-    own = PACKAGE / LIBRARY
-    if own.is_file():
-        return own
-    # Python runs from a checkout (``python -m pytest`` puts it in front) or an editable install: the library is where
-    # pip put it.
-    try:
-        installed = Path(str(importlib.metadata.distribution("tdgpu").locate_file(f"tdgpu/{LIBRARY}")))
-    except importlib.metadata.PackageNotFoundError:
-        installed = None
-    if installed is None or not installed.is_file():
-        raise NativeCoreError("tdgpu's native core is not built. Run: pip install .", file=own)
-    return installed
-
-
-def source_id(csrc: Path) -> str:
-    """The hash of the core's sources that the build compiles in (see CMakeLists.txt)."""
-    files = sorted((file for file in csrc.iterdir() if file.suffix in (".cpp", ".h")), key=lambda file: file.name)
-    listing = "".join(f"{file.name}:{hashlib.sha256(file.read_bytes()).hexdigest()}\n" for file in files)
-    return hashlib.sha256(listing.encode()).hexdigest()
-
-
-_PROTOTYPES = {
-    "tdgpu_version": (c_char_p,),
-    "tdgpu_source_id": (c_char_p,),
-    "tdgpu_last_error": (c_int, c_char_p, c_size_t),
+declare(
+    {
     "tdgpu_set_pread": (None, c_void_p),
-    "tdgpu_driver_open": (c_int, c_char_p, POINTER(c_void_p)),
-    "tdgpu_driver_facts": (c_int, c_void_p, POINTER(c_int), POINTER(c_int)),
-    "tdgpu_driver_device_name": (c_int, c_void_p, c_int, c_char_p, c_size_t),
     "tdgpu_engine_create": (c_int, c_void_p, c_int, c_uint64, c_uint32, POINTER(c_void_p)),
     "tdgpu_engine_facts": (
         None, c_void_p, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32), c_char_p, c_size_t,
@@ -198,36 +143,8 @@ _PROTOTYPES = {
     "tdgpu_stage_strand": (None, c_void_p, c_uint32),
     "tdgpu_load_codec": (c_int, c_int, c_char_p),
     "tdgpu_combine_crc32": (c_int, c_void_p, c_void_p, c_uint64, POINTER(c_uint32)),
-}  # fmt: skip
-
-
-@functools.cache
-def core() -> ctypes.CDLL:
-    """The native core, loaded on first use.
-
-    Raises:
-        NativeCoreError: it is missing, cannot be loaded, or was built from other sources than those beside this one.
-    """
-    path = library_path()
-    try:
-        library = ctypes.CDLL(str(path))
-        for name, (result, *arguments) in _PROTOTYPES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-    except (OSError, AttributeError) as error:
-        chosen = get_options().native_core is not None
-        remedy = "TDGPU_NATIVE_CORE names this library: unset it" if chosen else "Run: pip install ."
-        raise NativeCoreError(f"tdgpu's native core cannot be loaded ({error}). {remedy}", file=path) from None
-    sources = PACKAGE.parent / "csrc"
-    if (
-        sources.is_dir()
-        and get_options().native_core is None
-        and library.tdgpu_source_id().decode() != source_id(sources)
-    ):
-        raise NativeCoreError(
-            "The native core was built from other sources than those beside this package. Run: pip install .", file=path
-        )
-    return library
+    }
+)  # fmt: skip
 
 
 def set_pread(address: int | None) -> None:
@@ -235,73 +152,12 @@ def set_pread(address: int | None) -> None:
     core().tdgpu_set_pread(address)
 
 
-def _check(cause: int, what: str) -> None:
-    if cause == 0:
-        return
-    text = ctypes.create_string_buffer(1024)
-    core().tdgpu_last_error(text, len(text))
-    raise error_of(CAUSES[cause], text.value.decode(errors="replace"), what)
-
-
-def error_of(cause: str, message: str, what: str) -> Exception:
-    """The exception for a cause that no leaf is to blame for."""
-    if cause == "capturing":
-        return CaptureError(
-            f"{what}: {message}. A load cannot be part of a graph: load before the capture, or on a stream outside it."
-        )
-    if cause == "invalid":
-        return InvalidArgument(f"{what}: {message}.")
-    if cause in ("driver", "library"):
-        return DeviceError(f"{what}: {message}.")
-    if cause == "memory":
-        return TransferError(f"{what}: {message}. This is host memory, not the device's.")
-    return TransferError(f"{what}: {message}.")
-
-
-class Driver:
-    """A driver library, open for the rest of the process.
-
-    Raises:
-        DeviceError: the library, or a function in it, is missing; or the driver does not start.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        handle = c_void_p()
-        _check(core().tdgpu_driver_open(os.fsencode(path), byref(handle)), f"The driver {path} cannot be used")
-        self.handle = handle
-
-    def facts(self) -> tuple[int, int]:
-        """The driver's version (13000 is 13.0) and the number of devices."""
-        version, devices = c_int(), c_int()
-        _check(
-            core().tdgpu_driver_facts(self.handle, byref(version), byref(devices)),
-            f"The driver {self.path} gives no facts",
-        )
-        return version.value, devices.value
-
-    def device_name(self, index: int) -> str:
-        """What the driver calls the device. Makes no context on it."""
-        text = ctypes.create_string_buffer(256)
-        _check(
-            core().tdgpu_driver_device_name(self.handle, index, text, len(text)),
-            f"The driver {self.path} has no device {index}",
-        )
-        return text.value.decode(errors="replace")
-
-
-def _check_process(process: int) -> None:
-    """Raises ForkError in a child of the process that started a load: the core's locks may be held there for ever."""
-    if os.getpid() != process:
-        raise ForkError("This load was started by the process from which this one was forked: only there it goes on.")
-
-
 class Engine:
     """One device's ring, copy stream and readers (``csrc/engine.h``)."""
 
     def __init__(self, driver: Driver, index: int, ring_bytes: int, threads: int) -> None:
         handle = c_void_p()
-        _check(
+        check(
             core().tdgpu_engine_create(driver.handle, index, ring_bytes, threads, byref(handle)),
             f"Device {index} cannot be prepared for transfers",
         )
@@ -319,7 +175,7 @@ class Engine:
         """Changes between the ``"gated"`` and the ``"host"`` road; False while loads on the other are under way."""
         taken = c_int()
         cause = core().tdgpu_engine_take_road(self.handle, ("gated", "host").index(road), SLICE_MS, byref(taken))
-        _check(cause, f"The load cannot be {road}")
+        check(cause, f"The load cannot be {road}")
         return bool(taken.value)
 
     def close(self, milliseconds: int) -> None:
@@ -384,12 +240,12 @@ class Transfer(_Load):
         """Orders the copy stream behind `stream` (a driver's handle) and starts the readers."""
         view = work.view()
         cause = core().tdgpu_transfer_begin(self._engine.handle, view, events, stream, byref(self._handle))
-        _check(cause, "The load cannot begin")
+        check(cause, "The load cannot begin")
 
     @property
     def _live(self) -> c_void_p:
         """The core's object; in a forked child it is not to be touched."""
-        _check_process(self.process)
+        check_process(self.process)
         return self._handle
 
     @property
@@ -399,13 +255,13 @@ class Transfer(_Load):
     def pump(self) -> bool:
         """Enqueues for up to SLICE_MS; True when everything is enqueued."""
         done = c_int()
-        _check(core().tdgpu_transfer_pump(self._engine.handle, self._live, SLICE_MS, byref(done)), "The load failed")
+        check(core().tdgpu_transfer_pump(self._engine.handle, self._live, SLICE_MS, byref(done)), "The load failed")
         return bool(done.value)
 
     def abort(self) -> bool:
         """Takes the load back, for up to SLICE_MS; True when no copy of it is under way."""
         done = c_int()
-        _check(
+        check(
             core().tdgpu_transfer_abort(self._engine.handle, self._live, SLICE_MS, byref(done)),
             "The load cannot be taken back",
         )
@@ -413,7 +269,7 @@ class Transfer(_Load):
 
     def order(self, event: int, stream: int) -> None:
         """Makes `stream` (a driver's handle) wait for the event."""
-        _check(
+        check(
             core().tdgpu_transfer_order(self._engine.handle, self._live, event, stream),
             "The stream cannot wait for the load",
         )
@@ -421,7 +277,7 @@ class Transfer(_Load):
     def wait(self, event: int, milliseconds: int = SLICE_MS) -> bool:
         """Whether the event has passed, waiting on the host for up to `milliseconds`."""
         passed = c_int()
-        _check(
+        check(
             core().tdgpu_transfer_wait(self._engine.handle, self._live, event, milliseconds, byref(passed)),
             "Waiting for the load failed",
         )
@@ -444,7 +300,7 @@ class Readers:
         _open_readers.add(self)
         # Not in the object: its end may be interrupted, and then the memory must stay.
         _kept[id(self)] = keep
-        _check(core().tdgpu_readers_create(threads, byref(self._handle)), "No reader threads")
+        check(core().tdgpu_readers_create(threads, byref(self._handle)), "No reader threads")
 
     def __del__(self) -> None:
         self.close()
@@ -452,7 +308,7 @@ class Readers:
     def post(self, work: Work) -> Read:
         """Starts reading. The destinations are host addresses, valid until the read is over."""
         read = Read()
-        _check(core().tdgpu_readers_post(self._handle, work.view(), byref(read.handle)), "The read cannot begin")
+        check(core().tdgpu_readers_post(self._handle, work.view(), byref(read.handle)), "The read cannot begin")
         return read
 
     def close(self) -> None:
@@ -491,7 +347,7 @@ class Stage:
         self.is_closed = False
         # As for Readers: its end may be interrupted.
         _kept[id(self)] = keep
-        _check(core().tdgpu_stage_create(address, nbytes, threads, byref(self._handle)), "No reader threads")
+        check(core().tdgpu_stage_create(address, nbytes, threads, byref(self._handle)), "No reader threads")
         ring, count = c_uint64(), c_uint32()
         core().tdgpu_stage_facts(self._handle, byref(ring), byref(count))
         self.ring_bytes = ring.value
@@ -512,7 +368,7 @@ class Stage:
         """
         if self.is_closed:
             raise TransferError("The process ended before the load began.")
-        _check(core().tdgpu_stage_post(self._handle, work.view(), byref(read.handle)), "The load cannot begin")
+        check(core().tdgpu_stage_post(self._handle, work.view(), byref(read.handle)), "The load cannot begin")
 
     def cancel(self) -> None:
         """Reads that are queued or under way need not be read any more."""
@@ -543,7 +399,7 @@ class Read(_Load):
 
     @property
     def _load(self) -> int:
-        _check_process(self._process)
+        check_process(self._process)
         return int(core().tdgpu_read_load(self.handle))
 
 
@@ -576,7 +432,7 @@ def load_codec(codec: str, path: str) -> None:
         DeviceError: it cannot be opened, or lacks a function.
     """
     cause = core().tdgpu_load_codec(CODECS.index(codec), os.fsencode(path))
-    _check(cause, f"The library {path} cannot be used")
+    check(cause, f"The library {path} cannot be used")
 
 
 def combine_crc32(crcs: np.ndarray, sizes: np.ndarray) -> int:
@@ -584,5 +440,5 @@ def combine_crc32(crcs: np.ndarray, sizes: np.ndarray) -> int:
     crcs, sizes = np.ascontiguousarray(crcs, np.uint32), np.ascontiguousarray(sizes, np.uint64)
     combined = c_uint32()
     cause = core().tdgpu_combine_crc32(crcs.ctypes.data, sizes.ctypes.data, len(crcs), byref(combined))
-    _check(cause, "CRC-32s cannot be combined")
+    check(cause, "CRC-32s cannot be combined")
     return combined.value

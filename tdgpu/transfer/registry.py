@@ -18,7 +18,7 @@ import torch
 from tdgpu.errors import DeviceError, ForkError
 from tdgpu.layout.tree import Leaf
 from tdgpu.options import get as get_options
-from tdgpu.transfer import native, streams
+from tdgpu.transfer import library, streams
 from tdgpu.transfer.base import Transfer
 from tdgpu.transfer.engine import DeviceEngine
 from tdgpu.transfer.generic import GenericEngine
@@ -32,7 +32,7 @@ class _Registry:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.drivers: dict[str, native.Driver] = {}
+        self.drivers: dict[str, library.Driver] = {}
         self.engines: dict[tuple[torch.device, bool], DeviceEngine | GenericEngine] = {}
 
 
@@ -55,7 +55,7 @@ def driver_path(device_type: str) -> str | None:
     return None
 
 
-def driver(path: str) -> native.Driver:
+def driver(path: str) -> library.Driver:
     """The driver library, opened on first use.
 
     Raises:
@@ -63,8 +63,27 @@ def driver(path: str) -> native.Driver:
     """
     with _registry.lock:
         if path not in _registry.drivers:
-            _registry.drivers[path] = native.Driver(path)
+            _registry.drivers[path] = library.Driver(path)
         return _registry.drivers[path]
+
+
+def chosen_driver(device: torch.device) -> str | None:
+    """The driver library through which the options have bytes of a device moved, or None: by torch alone.
+
+    Raises:
+        ForkError: the process was forked after an accelerator was used.
+        DeviceError: the options insist on a driver, and there is none.
+    """
+    if _lost_in_fork:
+        raise ForkError(
+            "This process was forked from one in which tdgpu had used an accelerator, so it cannot move bytes to or"
+            f" from {device}. Start workers with the spawn or forkserver method, or stay on the CPU."
+        )
+    wanted = get_options().path
+    path = None if wanted == "generic" else driver_path(device.type)
+    if path is None and wanted in ("gated", "host"):
+        raise DeviceError(f"TDGPU_PATH={wanted}, but there is no driver table for devices of type {device.type}.")
+    return path
 
 
 def engine_for(device: torch.device) -> DeviceEngine | GenericEngine:
@@ -74,15 +93,7 @@ def engine_for(device: torch.device) -> DeviceEngine | GenericEngine:
         ForkError: the process was forked after an engine was made.
         DeviceError: the device cannot be used, or the options insist on a way that it does not have.
     """
-    if _lost_in_fork:
-        raise ForkError(
-            f"This process was forked from one in which tdgpu had used an accelerator, so it cannot load to {device}."
-            " Start workers with the spawn or forkserver method, or load on the CPU."
-        )
-    wanted = get_options().path
-    path = None if wanted == "generic" else driver_path(device.type)
-    if path is None and wanted in ("gated", "host"):
-        raise DeviceError(f"TDGPU_PATH={wanted}, but there is no driver table for devices of type {device.type}.")
+    path = chosen_driver(device)
     key = (device, path is not None)
     engine = _registry.engines.get(key)
     if engine is None:
@@ -94,18 +105,17 @@ def engine_for(device: torch.device) -> DeviceEngine | GenericEngine:
                 engine = GenericEngine(device) if table is None else DeviceEngine(table, device)
                 _registry.engines[key] = engine
         # Only now: a warning may be an error, and the engine must not be made again then.
-        _warn_about_pinned(engine)
+        warn_about_pinned(engine.pinned_bytes, engine.settings.ring_bytes, engine.device)
     _warn_of_late_settings(engine)
     return engine
 
 
-def _warn_about_pinned(engine: DeviceEngine | GenericEngine) -> None:
+def warn_about_pinned(got: int, wanted: int, device: torch.device) -> None:
     """One warning, in words that do not send the user to look at the device's memory."""
-    got, wanted = engine.pinned_bytes, engine.settings.ring_bytes
     if got < wanted - wanted % 4096:
         warnings.warn(
-            f"Only {got} of {wanted} bytes of pinned host memory could be had for staging copies to {engine.device}:"
-            f" loads {'use a smaller ring' if got else 'go through pageable memory'} and may be slower. Look at the"
+            f"Only {got} of {wanted} bytes of pinned host memory could be had for staging copies of {device}:"
+            f" they {'use a smaller ring' if got else 'go through pageable memory'} and may be slower. Look at the"
             " limits on locked memory (ulimit -l, the container's) or set TDGPU_RING_BYTES.",
             RuntimeWarning,
             stacklevel=2,
@@ -181,7 +191,7 @@ def close_all() -> None:
 def _after_fork_in_child() -> None:
     # The engines' threads do not exist here, and their locks may be held for ever. Nothing of them is touched or freed.
     global _registry, _lost_in_fork
-    _lost_in_fork = _lost_in_fork or bool(_registry.engines)
+    _lost_in_fork = _lost_in_fork or bool(_registry.engines or _registry.drivers)
     _kept.append(_registry)
     _registry = _Registry()
 

@@ -1,6 +1,8 @@
-// A pread that misbehaves on request: short reads, interruptions, delays, errors, files that shrink under the reader.
+// A pread and a pwritev that misbehave on request: short reads and writes, interruptions, delays, errors, files that
+// shrink under the reader.
 //
-// The native core reads through a function pointer; tests point it at simio_pread.
+// The native core reads and writes through function pointers; tests point them at simio_pread and simio_pwritev.
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <climits>
@@ -14,6 +16,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #define SIMIO_EXPORT extern "C" __attribute__((visibility("default")))
@@ -21,6 +24,7 @@
 namespace {
 
 struct Fault {
+  bool of_writes;
   long nth;  // of the calls on a matching file from now on; 0: every one
   int error;  // 0: truncate the file instead
   std::string path_part;
@@ -29,7 +33,7 @@ struct Fault {
 
 struct State {
   std::mutex mutex;
-  long short_reads = 0;  // 1: each read returns between 1 byte and what was asked for
+  long short_reads = 0;  // 1: each call moves between 1 byte and what was asked for
   long eintr_every = 0;  // every nth call fails with EINTR; 0: none
   long delay_us = 0;     // each call first waits for a random time up to this
   long calls = 0;
@@ -58,36 +62,65 @@ void truncate_to_half(int fd) {
   if (writable >= 0) close(writable);
 }
 
+// What becomes of one call: an errno, or how many bytes it may move.
+struct Fate {
+  int error = 0;
+  bool truncate = false;
+  std::chrono::microseconds delay{0};
+  size_t bytes;
+};
+
+Fate decide(int fd, bool writes, size_t bytes) {
+  auto &s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  Fate fate;
+  fate.bytes = bytes;
+  s.calls++;
+  if (s.delay_us > 0) fate.delay = std::chrono::microseconds(s.random() % unsigned(s.delay_us + 1));
+  if (s.eintr_every > 0 && s.calls % s.eintr_every == 0) fate.error = EINTR;
+  const std::string path = s.faults.empty() ? std::string() : path_of(fd);
+  for (Fault &fault : s.faults) {
+    if (fault.of_writes != writes || path.find(fault.path_part) == std::string::npos) continue;
+    if (++fault.seen != fault.nth && fault.nth) continue;
+    if (fault.error) {
+      fate.error = fault.error;
+    } else {
+      fate.truncate = true;
+    }
+  }
+  if (s.short_reads && bytes > 1) fate.bytes = 1 + s.random() % bytes;
+  return fate;
+}
+
 }  // namespace
 
 SIMIO_EXPORT ssize_t simio_pread(int fd, void *buffer, size_t bytes, off_t offset) {
-  auto &s = state();
-  std::chrono::microseconds delay{0};
-  bool truncate = false;
-  {
-    std::lock_guard<std::mutex> guard(s.mutex);
-    s.calls++;
-    if (s.delay_us > 0) delay = std::chrono::microseconds(s.random() % unsigned(s.delay_us + 1));
-    int error = s.eintr_every > 0 && s.calls % s.eintr_every == 0 ? EINTR : 0;
-    const std::string path = s.faults.empty() ? std::string() : path_of(fd);
-    for (Fault &fault : s.faults) {
-      if (path.find(fault.path_part) == std::string::npos) continue;
-      if (++fault.seen != fault.nth && fault.nth) continue;
-      if (fault.error) {
-        error = fault.error;
-      } else {
-        truncate = true;
-      }
-    }
-    if (error) {
-      errno = error;
-      return -1;
-    }
-    if (s.short_reads && bytes > 1) bytes = 1 + s.random() % bytes;
+  const Fate fate = decide(fd, false, bytes);
+  if (fate.error) {
+    errno = fate.error;
+    return -1;
   }
-  std::this_thread::sleep_for(delay);
-  if (truncate) truncate_to_half(fd);
-  return pread(fd, buffer, bytes, offset);
+  std::this_thread::sleep_for(fate.delay);
+  if (fate.truncate) truncate_to_half(fd);
+  return pread(fd, buffer, fate.bytes, offset);
+}
+
+SIMIO_EXPORT ssize_t simio_pwritev(int fd, const iovec *parts, int count, off_t offset) {
+  size_t bytes = 0;
+  for (int i = 0; i < count; i++) bytes += parts[i].iov_len;
+  const Fate fate = decide(fd, true, bytes);
+  if (fate.error) {
+    errno = fate.error;
+    return -1;
+  }
+  std::this_thread::sleep_for(fate.delay);
+  std::vector<iovec> some;
+  size_t left = fate.bytes;
+  for (int i = 0; i < count && left; i++) {
+    some.push_back({parts[i].iov_base, std::min(left, parts[i].iov_len)});
+    left -= some.back().iov_len;
+  }
+  return pwritev(fd, some.data(), int(some.size()), offset);
 }
 
 // Settings: short_reads, eintr_every, delay_us. Returns 0, or -1 for a name that does not exist.
@@ -110,16 +143,22 @@ SIMIO_EXPORT int simio_set(const char *name, long value) {
 // The nth read from now on of a file whose path contains `path_part` fails with `error` (an errno; 0 = every one).
 SIMIO_EXPORT void simio_fail(long nth, int error, const char *path_part) {
   std::lock_guard<std::mutex> guard(state().mutex);
-  state().faults.push_back({nth, error, path_part});
+  state().faults.push_back({false, nth, error, path_part});
+}
+
+// Likewise the nth write.
+SIMIO_EXPORT void simio_fail_write(long nth, int error, const char *path_part) {
+  std::lock_guard<std::mutex> guard(state().mutex);
+  state().faults.push_back({true, nth, error, path_part});
 }
 
 // At the nth such read, the file loses its second half first.
 SIMIO_EXPORT void simio_truncate_at(long nth, const char *path_part) {
   std::lock_guard<std::mutex> guard(state().mutex);
-  state().faults.push_back({nth, 0, path_part});
+  state().faults.push_back({false, nth, 0, path_part});
 }
 
-// Reads since the last reset.
+// Reads and writes since the last reset.
 SIMIO_EXPORT long simio_calls() {
   std::lock_guard<std::mutex> guard(state().mutex);
   return state().calls;

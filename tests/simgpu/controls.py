@@ -15,11 +15,12 @@ from .device_module import register_device_module
 
 
 class SimIO:
-    """Controls of `simio_pread`, a `pread` that misbehaves on request.
+    """Controls of `simio_pread` and `simio_pwritev`, a `pread` and a `pwritev` that misbehave on request.
 
     Attributes:
         path: the library's path, for C++ tests.
         pread_address: the address of `ssize_t simio_pread(int, void *, size_t, off_t)`.
+        pwritev_address: the address of `ssize_t simio_pwritev(int, const iovec *, int, off_t)`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,11 +28,16 @@ class SimIO:
         self._library = ctypes.CDLL(self.path)
         self._library.simio_set.argtypes = [ctypes.c_char_p, ctypes.c_long]
         self._library.simio_fail.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p]
+        self._library.simio_fail_write.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p]
         self._library.simio_truncate_at.argtypes = [ctypes.c_long, ctypes.c_char_p]
         self._library.simio_calls.restype = ctypes.c_long
-        address = ctypes.cast(self._library.simio_pread, ctypes.c_void_p).value
+        self.pread_address = self._address("simio_pread")
+        self.pwritev_address = self._address("simio_pwritev")
+
+    def _address(self, name: str) -> int:
+        address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value
         assert address is not None
-        self.pread_address: int = address
+        return address
 
     def set(self, **settings: int) -> None:
         """Sets `short_reads` (0 or 1), `eintr_every` (every nth call), `delay_us` (a maximum, in microseconds)."""
@@ -43,12 +49,16 @@ class SimIO:
         """The nth read from now on (0: every one) of a file whose path contains `path` fails with `errno`."""
         self._library.simio_fail(nth, errno, path.encode())
 
+    def fail_write(self, nth: int, errno: int, path: str = "") -> None:
+        """Likewise the nth write."""
+        self._library.simio_fail_write(nth, errno, path.encode())
+
     def truncate_at(self, nth: int, path: str = "") -> None:
         """At the nth such read (0: every one), the file loses its second half before it is read."""
         self._library.simio_truncate_at(nth, path.encode())
 
     def calls(self) -> int:
-        """Reads since the last reset."""
+        """Reads and writes since the last reset."""
         return int(self._library.simio_calls())
 
     def reset(self) -> None:

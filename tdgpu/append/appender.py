@@ -1,0 +1,287 @@
+"""A save that is kept open while it grows: :class:`MemmapAppender`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import warnings
+import weakref
+from typing import Any
+
+from tdgpu.append.create import create_empty
+from tdgpu.append.session import RowsLost, Session
+from tdgpu.append.signals import uninterrupted
+from tdgpu.errors import AppendError, ForkError, InvalidArgument, InvalidArgumentType
+from tdgpu.layout.growth import match
+from tdgpu.options import get as get_options
+
+__all__ = ["MemmapAppender"]
+
+
+class MemmapAppender:
+    """Appends rows to a saved directory, many times, for what the bytes cost.
+
+    ``append`` stages rows and returns; ``flush`` commits everything that was appended: then every load sees it. Rows
+    that are not committed yet are ``pending``; if the process dies, they are gone, and the save is as it was after the
+    last commit. ``close`` commits and ends; so does the end of a ``with`` block, also by an exception, and the end of
+    the program.
+
+    While it is open, nobody else can append to the save. Its methods may be called from several threads.
+
+    Args:
+        prefix: the directory that ``save`` or ``memmap`` wrote; :meth:`create` makes one.
+        durable: whether a commit survives a power failure. That costs about as much as the disk takes to sync every
+            file of the save. None: as the option ``durable`` says.
+        flush_rows: commit in the background whenever so many rows are pending.
+        flush_bytes: or so many bytes.
+        flush_seconds: or when the oldest pending row has waited so long.
+        timeout: seconds to wait for another writer; None: the option ``lock_timeout``.
+        allow_pickle: as in :func:`tdgpu.append_memmap`.
+
+    Raises:
+        Everything that :func:`tdgpu.append_memmap` raises about the save.
+
+    Example:
+        >>> import tempfile, torch, tdgpu
+        >>> from tensordict import TensorDict
+        >>> def step(i):
+        ...     return TensorDict(obs=torch.full((1, 4), float(i)), done=torch.tensor([i % 5 == 4]), batch_size=[1])
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     with MemmapAppender.create(path + "/run", step(0)) as appender:
+        ...         for i in range(10):
+        ...             appender.append(step(i))
+        ...         print(len(appender), appender.pending)
+        ...         appender.flush()
+        ...         print(len(appender), appender.pending)
+        ...     print(tdgpu.load_memmap(path + "/run")["done"].sum().item())
+        0 10
+        10 0
+        2
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        *,
+        durable: bool | None = None,
+        flush_rows: int | None = None,
+        flush_bytes: int | None = None,
+        flush_seconds: float | None = None,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> None:
+        self._closed = True  # until it is open
+        settings = get_options()
+        for name, value in (("flush_rows", flush_rows), ("flush_bytes", flush_bytes), ("flush_seconds", flush_seconds)):
+            if value is not None and not value > 0:
+                raise InvalidArgument(f"{name} must be more than 0, or None, got {value!r}.")
+        if allow_pickle is not None and not isinstance(allow_pickle, bool):
+            raise InvalidArgumentType(f"allow_pickle must be a bool or None, got {allow_pickle!r}.")
+        self._process = os.getpid()
+        self._flush_rows = flush_rows
+        self._flush_bytes = flush_bytes
+        self._flush_seconds = flush_seconds
+        self._session = Session(
+            prefix,
+            durable=settings.durable if durable is None else durable,
+            timeout=settings.lock_timeout if timeout is None else timeout,
+            allow_pickle=allow_pickle,
+        )
+        # One for the session; one for who commits, taken first, so that rows can be appended meanwhile.
+        self._lock = threading.RLock()
+        self._committing = threading.RLock()
+        self._error: AppendError | None = None  # of a commit in the background, that no call has raised
+        self._failure_was_told = False
+        self._oldest: float | None = None  # when the oldest pending row was appended
+        self._due = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        if flush_rows or flush_bytes or flush_seconds:
+            self._thread = threading.Thread(
+                target=_commit_when_due, args=(weakref.ref(self), self._due), name="tdgpu-append", daemon=True
+            )
+            self._thread.start()
+        _open.add(self)
+
+    @classmethod
+    def create(cls, prefix: str | os.PathLike[str], example_row: Any, **arguments: Any) -> MemmapAppender:
+        """Opens a save, after making it if it is not there: with the structure of ``example_row``, and without rows.
+
+        Args:
+            prefix: the directory. It appears whole or not at all.
+            example_row: rows like those that will be appended, on any device; or one row without the dimension of rows
+                (batch size ``[]``). Only its structure is used.
+            **arguments: those of :class:`MemmapAppender`.
+
+        Raises:
+            InvalidArgument: a save of this structure could not grow, or the one that is there is another.
+            SaveExists: there is something else than a save.
+        """
+        durable = arguments.get("durable")
+        create_empty(prefix, example_row, durable=get_options().durable if durable is None else durable)
+        return cls(prefix, **arguments)
+
+    def append(self, rows: Any) -> None:
+        """Stages rows.
+
+        When this returns, they may be overwritten: those on the host at once, those on a device by whatever is queued
+        from then on on the stream that is current now. Nothing waits for the device.
+
+        Args:
+            rows: as for :func:`tdgpu.append_memmap`.
+
+        Raises:
+            InvalidArgument, InvalidArgumentType: they do not fit.
+            AppendError: no space; these rows are not taken, and those that were appended before still are. Or rows that
+                were appended before could not be written or committed: the message says what became of them.
+            TransferError: the device refused; these rows are not taken.
+        """
+        with self._lock:
+            session = self._usable()
+            count, tensors = match(session.growing, rows)
+            session.stage(count, tensors, in_place=False)
+            if count and self._oldest is None:
+                self._oldest = time.monotonic()
+                if self._flush_seconds is not None:
+                    self._due.set()
+            if self._is_due():
+                self._due.set()
+
+    def flush(self) -> None:
+        """Commits all rows that were appended. When this returns, every load sees them.
+
+        Raises:
+            AppendError: they could not be written or committed; the message says what became of them.
+        """
+        self._usable()
+        self._commit()
+
+    def close(self) -> None:
+        """Commits all rows that were appended, and ends. May be called again.
+
+        Raises:
+            AppendError: as ``flush``. It is closed all the same.
+        """
+        if self._closed or os.getpid() != self._process:
+            return
+        try:
+            self._error = None  # what it was about is tried again
+            if self._session.failed is None:
+                self._commit()
+            elif not self._failure_was_told:
+                raise self._session.failed
+        finally:
+            self._end()
+
+    @property
+    def pending(self) -> int:
+        """Rows that were appended and are not committed."""
+        return self._session.rows - self._session.growing.rows
+
+    def __len__(self) -> int:
+        """Committed rows: those that a load sees."""
+        return self._session.growing.rows
+
+    def __bool__(self) -> bool:
+        return True  # also without rows
+
+    def __enter__(self) -> MemmapAppender:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.pending} pending"
+        return f"MemmapAppender({self._session.prefix!r}, {len(self)} rows, {state})"
+
+    def __del__(self) -> None:
+        if not self._closed and os.getpid() == self._process:
+            warnings.warn(
+                f"The appender to {self._session.prefix} was not closed; {self.pending} pending rows are committed.",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+            self.close()
+
+    # --- inside ---
+
+    def _usable(self) -> Session:
+        if os.getpid() != self._process:
+            raise ForkError(
+                "This appender belongs to the process from which this one was forked.", save=self._session.prefix
+            )
+        if self._closed:
+            raise InvalidArgument("This appender is closed.", save=self._session.prefix)
+        error, self._error = self._session.failed or self._error, None
+        if error is not None:
+            self._failure_was_told = True
+            raise error
+        return self._session
+
+    def _is_due(self) -> bool:
+        session = self._session
+        rows = self.pending
+        return bool(
+            (self._flush_rows and rows >= self._flush_rows)
+            or (self._flush_bytes and rows * session.growing.row_nbytes >= self._flush_bytes)
+            or (self._flush_seconds and self._oldest and time.monotonic() >= self._oldest + self._flush_seconds)
+        )
+
+    def _commit(self) -> None:
+        with self._committing:
+            with self._lock:
+                snapshot = self._session.snapshot()
+                self._oldest = None
+            try:
+                self._session.finish(snapshot)
+            except RowsLost as lost:
+                with self._lock:
+                    error = self._session.fail(lost)
+                self._failure_was_told = threading.current_thread() is not self._thread
+                raise error from lost.__cause__
+
+    def _end(self) -> None:
+        self._closed = True
+        self._due.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        uninterrupted(self._session.close)
+        _open.discard(self)
+
+
+def _commit_when_due(reference: weakref.ref[MemmapAppender], due: threading.Event) -> None:
+    """The thread of an appender that commits in the background. It does not keep the appender."""
+    wait: float | None = None
+    while True:
+        due.wait(wait)
+        due.clear()
+        appender = reference()
+        if appender is None or appender._closed:
+            return
+        with appender._lock:
+            is_due = appender._is_due() and appender._session.failed is None
+        if is_due:
+            try:
+                appender._commit()
+            except AppendError as error:
+                appender._error = error
+        with appender._lock:
+            oldest, seconds = appender._oldest, appender._flush_seconds
+        wait = None if oldest is None or seconds is None else max(0.0, oldest + seconds - time.monotonic())
+        del appender
+
+
+# Those that are open when the program ends are closed then: while the writers are still there (they end later).
+_open: weakref.WeakSet[MemmapAppender] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for appender in list(_open):
+        with contextlib.suppress(ForkError):
+            appender.close()

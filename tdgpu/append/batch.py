@@ -1,0 +1,97 @@
+"""Staged rows that have not been given to the writers yet."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tdgpu.transfer.outgoing import PART, NativeOutlet, Store
+from tdgpu.transfer.outlets import Outlet, Staged
+
+__all__ = ["Batch"]
+
+# Chunks of one batch; a ring has gates for 1024 (csrc/ring.h). And parts: a part takes 32 bytes of host memory.
+MOST_CHUNKS = 256
+MOST_PARTS = 1 << 16
+
+
+class Batch:
+    """Rows on their way to the writers, who get all that was staged for one file in one call.
+
+    Attributes:
+        parts: arrays of :data:`PART`, in the order of rows in each file.
+        chunks: the chunks that the parts are in.
+        keep: what the addresses of other parts belong to.
+        nbytes: bytes of rows.
+        store: what the writers get; it tells whether they have it.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[np.ndarray] = []
+        self.chunks: list[tuple[NativeOutlet, int]] = []
+        self.keep: list[object] = []
+        self.nbytes = 0
+        self.store: Store | None = None
+        self._part_count = 0
+        self._costs: dict[Outlet, int] = {}
+
+    def has_room(self, outlet: Outlet, nbytes: int, parts: int = 1) -> bool:
+        """Whether a chunk of so many bytes and parts may be claimed while this batch waits (see :class:`Outlet`)."""
+        return (
+            self._costs.get(outlet, 0) + outlet.cost(nbytes) <= outlet.budget
+            and len(self.chunks) < MOST_CHUNKS
+            and self._part_count + parts <= MOST_PARTS
+        )
+
+    def add_chunk(
+        self, outlet: Outlet, staged: Staged, files: np.ndarray, sizes: np.ndarray, places: np.ndarray
+    ) -> None:
+        """Adds a chunk that holds runs of bytes, one behind the other.
+
+        Args:
+            outlet: whose chunk it is.
+            staged: the chunk.
+            files: number of each run's file.
+            sizes: its bytes, uint64.
+            places: where it goes in its file.
+        """
+        self.chunks.append((staged.outlet, staged.chunk))
+        self._costs[outlet] = self._costs.get(outlet, 0) + outlet.cost(staged.nbytes)
+        part = np.empty(len(files), PART)
+        part["address"] = sizes.cumsum() - sizes + np.uint64(staged.address)
+        part["bytes"], part["offset"], part["file"], part["chunk"] = sizes, places, files, len(self.chunks)
+        self._add(part, staged.nbytes)
+
+    def add_memory(
+        self, addresses: list[int], files: np.ndarray, sizes: np.ndarray, places: np.ndarray, keep: object
+    ) -> None:
+        """Adds runs of bytes where they are in host memory."""
+        part = np.empty(len(files), PART)
+        part["address"], part["bytes"], part["offset"], part["file"] = addresses, sizes, places, files
+        part["chunk"] = 0
+        self.keep.append(keep)
+        self._add(part, int(sizes.sum()))
+
+    def _add(self, part: np.ndarray, nbytes: int) -> None:
+        self.parts.append(part)
+        self._part_count += len(part)
+        self.nbytes += nbytes
+
+    def in_order(self) -> np.ndarray:
+        """All parts, those of one file together."""
+        parts = self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
+        if len(parts) > 1 and (np.diff(parts["file"].astype(np.int64)) < 0).any():
+            parts = parts[np.argsort(parts["file"], kind="stable")]
+        return np.ascontiguousarray(parts)
+
+    def mark(self) -> tuple[int, int, int]:
+        """Where the batch is now, for :meth:`take_back`."""
+        return len(self.parts), len(self.chunks), len(self.keep)
+
+    def take_back(self, mark: tuple[int, int, int]) -> None:
+        """Drops what was added since ``mark``."""
+        parts, chunks, keep = mark
+        for part in self.parts[parts:]:
+            self._part_count -= len(part)
+            self.nbytes -= int(part["bytes"].sum())
+        # What they cost stays counted: their places come free only in order.
+        del self.parts[parts:], self.chunks[chunks:], self.keep[keep:]
