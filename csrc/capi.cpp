@@ -395,14 +395,6 @@ TDGPU_API int tdgpu_outlet_close(Outlet** outlet, int64_t milliseconds) {
     });
 }
 
-// Copies `count` runs of bytes one behind the other.
-TDGPU_API void tdgpu_pack(char* to, const uint64_t* addresses, const uint64_t* sizes, uint64_t count) {
-    for (uint64_t i = 0; i < count; i++) {
-        memcpy(to, reinterpret_cast<const char*>(addresses[i]), sizes[i]);
-        to += sizes[i];
-    }
-}
-
 // --- stores ---
 
 // What a store reports of itself. Part of the C ABI.

@@ -25,6 +25,14 @@ Store::Store(std::shared_ptr<GrowingFiles> files, std::vector<Part> parts, std::
             throw Error(Cause::invalid, 0, "a part of a file or chunk that does not exist");
         if (part.chunk) parts_left_[part.chunk - 1]++;
     }
+    uint32_t files_seen = 0;
+    for (size_t i = 0; i < parts_.size(); i++) files_seen += i == 0 || parts_[i].file != parts_[i - 1].file;
+    runs_ = std::vector<Run>(files_seen);
+    uint32_t run = 0;
+    for (uint32_t i = 0; i < parts_.size(); i++) {
+        if (i > 0 && parts_[i].file != parts_[i - 1].file) runs_[++run].next = i;
+        runs_[run].end = i + 1;
+    }
     for (size_t i = 0; i < chunks_.size(); i++) {
         if (parts_left_[i] == 0) throw Error(Cause::invalid, 0, "a chunk that nothing is written from");
     }
@@ -38,25 +46,37 @@ bool Store::will_never_be(const Part& part) const {
     return part.chunk && chunks_[part.chunk - 1].outlet->is_broken();
 }
 
-Store::Taken Store::take(uint32_t& first, uint32_t& last, bool stop) {
-    first = last = next_;
-    uint64_t bytes = 0;
-    while (next_ < parts_.size() && next_ - first < kTakeParts && bytes < kTakeBytes) {
-        const Part& part = parts_[next_];
-        if (next_ > first) {
-            const Part& before = parts_[next_ - 1];
-            if (part.file != before.file || part.offset != before.offset + before.bytes) break;
+Store::Taken Store::take(Share& share, bool stop) {
+    while (first_run_ < runs_.size() && runs_[first_run_].next == runs_[first_run_].end) first_run_++;
+    for (uint32_t i = first_run_; i < runs_.size(); i++) {
+        if (runs_[i].next == runs_[i].end || runs_[i].has_writer) continue;
+        share = take_from(i, stop);
+        if (share.first < share.last) {
+            runs_[i].has_writer = true;
+            return Taken::some;
         }
+    }
+    return first_run_ < runs_.size() ? Taken::none_yet : Taken::all;
+}
+
+Store::Share Store::take_from(uint32_t run, bool stop) {
+    uint32_t& next = runs_[run].next;
+    Share share{next, next, run};
+    uint64_t bytes = 0;
+    while (next < runs_[run].end && next - share.first < kTakeParts && bytes < kTakeBytes) {
+        const Part& part = parts_[next];
+        if (next > share.first && part.offset != parts_[next - 1].offset + parts_[next - 1].bytes) break;
         // What is given up is taken, too: its places must be given back.
         if (!stop && !cancelled_ && !will_never_be(part) && !is_copied(part)) break;
         bytes += part.bytes;
-        next_++;
+        next++;
     }
-    last = next_;
-    return first < last ? Taken::some : next_ < parts_.size() ? Taken::none_yet : Taken::all;
+    share.last = next;
+    return share;
 }
 
-void Store::write(uint32_t first, uint32_t last, bool stop) {
+void Store::write(const Share& share, bool stop) {
+    const uint32_t first = share.first, last = share.last;
     std::vector<iovec> vectors;
     vectors.reserve(last - first);
     uint64_t wanted = 0;
@@ -78,6 +98,7 @@ void Store::write(uint32_t first, uint32_t last, bool stop) {
             cancel();
         }
     }
+    runs_[share.run].has_writer = false;
     complete(first, last);
 }
 

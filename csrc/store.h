@@ -46,10 +46,14 @@ public:
 
     // --- writers ---
     enum class Taken { some, none_yet, all };
-    // The next parts to write, those of one file that are there: from first to last. `none_yet`: the copy from the
-    // device of the next one is not over. Not thread-safe: under the writers' lock.
-    Taken take(uint32_t& first, uint32_t& last, bool stop);
-    void write(uint32_t first, uint32_t last, bool stop);
+    struct Share {
+        uint32_t first = 0, last = 0;  // parts
+        uint32_t run = 0;
+    };
+    // The next parts to write: of one file, which no other writer is at, and there. `none_yet`: a copy from the device
+    // is not over, or all files have their writers. Not thread-safe: under the writers' lock.
+    Taken take(Share& share, bool stop);
+    void write(const Share& share, bool stop);
 
     // --- anyone ---
     // What is not written yet need not be any more; places are given back all the same.
@@ -59,6 +63,7 @@ public:
     StoreFailure failure() const;
 
 private:
+    Share take_from(uint32_t run, bool stop);
     bool is_copied(const Part& part) const;
     bool will_never_be(const Part& part) const;
     void record(StoreFailure failure);
@@ -67,7 +72,13 @@ private:
     const std::shared_ptr<GrowingFiles> files_;
     const std::vector<Part> parts_;
     const std::vector<StoredChunk> chunks_;
-    uint32_t next_ = 0;
+    // The parts of one file. One writer at a time: the system lets only one write to a file, whatever part of it.
+    struct Run {
+        uint32_t next = 0, end = 0;
+        std::atomic<bool> has_writer{false};
+    };
+    std::vector<Run> runs_;
+    uint32_t first_run_ = 0;                               // those before it are all taken
     std::unique_ptr<std::atomic<uint32_t>[]> parts_left_;  // per chunk
     std::atomic<uint32_t> left_;
     std::atomic<uint64_t> bytes_written_{0};

@@ -33,7 +33,7 @@ void Writers::stop() {
 
 bool Writers::find(Work& work) {
     for (size_t i = 0; i < queue_.size();) {
-        const Store::Taken taken = queue_[i]->take(work.first, work.last, stop_);
+        const Store::Taken taken = queue_[i]->take(work.share, stop_);
         if (taken == Store::Taken::some) {
             work.store = queue_[i];
             return true;
@@ -63,7 +63,7 @@ void Writers::run() {
             }
         }
         nap = kShortest;
-        work.store->write(work.first, work.last, stop_);
+        work.store->write(work.share, stop_);
     }
 }
 

@@ -33,7 +33,7 @@ public:
 private:
     struct Work {
         std::shared_ptr<Store> store;
-        uint32_t first = 0, last = 0;
+        Store::Share share;
     };
     void run();
     bool find(Work& work);

@@ -470,3 +470,16 @@ def test_progress_ends_at_the_total(run, tmp_path, monkeypatch):
         told.clear()
         tdgpu.pack_memmap(run, tmp_path / "run.tdz", progress=True, num_threads=2, **arguments)
         assert told == sorted(told) and told[-1] == totals[-1] == sum(map(len, files_of(run).values()))
+
+
+@pytest.mark.parametrize("name", ["stored", "deflate", "bzip2"])
+def test_what_a_killed_append_left_behind_the_rows_is_not_packed(tmp_path: Path, name: str) -> None:
+    td = TensorDict({"a": torch.randn(100, 30), "n": {"b": torch.arange(100)}}, [100])
+    td.memmap(tmp_path / "save")
+    for file in (tmp_path / "save").rglob("*.memmap"):
+        with file.open("ab") as stream:
+            stream.write(b"surplus")
+    prefix = f"{tmp_path}/./save/"
+    archive = tdgpu.pack_memmap(prefix, tmp_path / "save.tdz", **COMPRESSIONS[name])
+    assert_same(TensorDict.load_memmap(archive), td)
+    assert tdgpu.verify_memmap(archive).is_sound

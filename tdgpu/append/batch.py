@@ -61,10 +61,17 @@ class Batch:
         part["bytes"], part["offset"], part["file"], part["chunk"] = sizes, places, files, len(self.chunks)
         self._add(part, staged.nbytes)
 
+    def add_run(self, outlet: Outlet, staged: Staged, file: int, place: int) -> None:
+        """Adds a chunk that holds bytes of one file."""
+        self.add_chunk(
+            outlet, staged, np.array([file], np.uint32), np.array([staged.nbytes], np.uint64),
+            np.array([place], np.uint64),
+        )  # fmt: skip
+
     def add_memory(
         self, addresses: list[int], files: np.ndarray, sizes: np.ndarray, places: np.ndarray, keep: object
     ) -> None:
-        """Adds runs of bytes where they are in host memory."""
+        """Adds runs of bytes where they are in host memory, which belongs to ``keep``."""
         part = np.empty(len(files), PART)
         part["address"], part["bytes"], part["offset"], part["file"] = addresses, sizes, places, files
         part["chunk"] = 0
@@ -78,10 +85,10 @@ class Batch:
 
     def in_order(self) -> np.ndarray:
         """All parts, those of one file together."""
-        parts = self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
-        if len(parts) > 1 and (np.diff(parts["file"].astype(np.int64)) < 0).any():
-            parts = parts[np.argsort(parts["file"], kind="stable")]
-        return np.ascontiguousarray(parts)
+        # As rows of numbers: numpy is slow with arrays of structures.
+        words = np.concatenate([part.view(np.uint64) for part in self.parts])
+        parts = words.view(PART)
+        return parts.take(np.argsort(parts["file"], kind="stable"))
 
     def mark(self) -> tuple[int, int, int]:
         """Where the batch is now, for :meth:`take_back`."""

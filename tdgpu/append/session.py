@@ -108,7 +108,7 @@ class Session:
         self._reserved = self.rows  # rows that there is space for
         self._batch = Batch()
         self._stores: list[outgoing.Store] = []
-        self._stager = Stager()
+        self._stager = Stager(self.growing)
         self._undo: _Undo | None = None
         self._is_closed = False
 
@@ -165,10 +165,10 @@ class Session:
         sizes = self._row_nbytes * np.uint64(count)
         places = self._row_nbytes * np.uint64(self.rows)
         with torch.no_grad():
-            plan = self._stager.plan(self.growing, tensors, sizes, in_place=in_place)
+            plan = self._stager.plan(count, tensors, sizes, in_place=in_place)
             # A few small rows wait in the batch for others. What is more fills batches of its own; so that none of it
             # is taken if something fails, the space for it comes first, and what came before it is on its way.
-            if plan.is_large or not self._stager.fits(self._batch, plan):
+            if plan.is_large or not self._stager.fits(self._batch, plan, int(sizes.sum())):
                 self.post()
             if plan.is_large:
                 self._reserve(self.rows + count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -13,16 +14,31 @@ from tdgpu.append.batch import Batch
 from tdgpu.errors import InvalidArgument, TransferError
 from tdgpu.layout.growth import Growing
 from tdgpu.transfer import outlets
-from tdgpu.transfer.fetch import raw_bytes
-from tdgpu.transfer.outlets import HostOutlet, Outlet, bytewise
+from tdgpu.transfer.outlets import HostOutlet, Outlet
 
-__all__ = ["Stager"]
+__all__ = ["StagePlan", "Stager"]
 
 # Tensors of fewer bytes are packed: one chunk, one copy for many of them.
 PACKED_ON_HOST = 256 << 10
 PACKED_ON_DEVICE = 64 << 10
 
 _CPU = torch.device("cpu")
+_is_cpu = attrgetter("is_cpu")
+
+
+class Group:
+    """Leaves of one dtype and row shape: one call of torch puts their rows one behind the other.
+
+    Attributes:
+        numbers: of the leaves.
+        nbytes: of one row of all of them.
+    """
+
+    __slots__ = ("nbytes", "numbers")
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.nbytes = 0
 
 
 @dataclass
@@ -32,6 +48,7 @@ class Ways:
     Attributes:
         packed: numbers of those that go together in chunks.
         alone: numbers of those that go by themselves, window by window.
+        packed_nbytes: bytes of the former.
     """
 
     packed: list[int] = field(default_factory=list)
@@ -44,33 +61,45 @@ class StagePlan:
     """The ways of all tensors of one call.
 
     Attributes:
-        tensors: of each leaf, as a plain ``torch.Tensor``.
+        tensors: of each leaf.
         in_place: numbers of those on the host that are written from where they are.
         ways: by place.
+        whole: the place from which all of them go in one chunk; then there are no other ways.
         is_large: whether it takes more than a chunk per place.
     """
 
-    tensors: list[torch.Tensor]
-    in_place: list[int]
-    ways: dict[torch.device, Ways]
+    tensors: Sequence[torch.Tensor]
+    in_place: list[int] = field(default_factory=list)
+    ways: dict[torch.device, Ways] = field(default_factory=dict)
+    whole: torch.device | None = None
     is_large: bool = False
 
 
 class Stager:
     """The outlets of one save, made as rows come from a place for the first time."""
 
-    def __init__(self) -> None:
+    def __init__(self, growing: Growing) -> None:
+        self._growing = growing
         self._outlets: dict[torch.device, Outlet] = {}
-        self._numbers = np.empty(0, np.uint32)
+        groups: dict[tuple[torch.dtype, tuple[int, ...]], Group] = {}
+        for number, leaf in enumerate(growing.leaves):
+            group = groups.setdefault((leaf.dtype, leaf.row_shape), Group())
+            group.numbers.append(number)
+            group.nbytes += leaf.row_nbytes
+        self._group_of = {number: group for group in groups.values() for number in group.numbers}
+        self._groups = list(groups.values())
+        self._in_groups = np.array([number for group in self._groups for number in group.numbers], np.uint32)
+        self._row_nbytes = growing.row_nbytes
+        self._largest_row = max((leaf.row_nbytes for leaf in growing.leaves), default=0)
 
-    def plan(
-        self, growing: Growing, tensors: Sequence[torch.Tensor], sizes: np.ndarray, *, in_place: bool
-    ) -> StagePlan:
+    # --- which way ---
+
+    def plan(self, count: int, tensors: Sequence[torch.Tensor], sizes: np.ndarray, *, in_place: bool) -> StagePlan:
         """Sorts tensors by the way that they take.
 
         Args:
-            growing: the save.
-            tensors: of each of its leaves.
+            count: rows.
+            tensors: of each leaf, plain tensors.
             sizes: their bytes.
             in_place: whether all on the host that can be are written from where they are, not only large ones.
 
@@ -78,66 +107,53 @@ class Stager:
             InvalidArgument: a tensor without data.
             DeviceError, ForkError: a device cannot be used.
         """
-        plan = StagePlan(list(tensors), [], {})
-        host = Ways()
-        packed, packed_nbytes = host.packed, 0
-        at_least = 0 if in_place else PACKED_ON_HOST
-        plain = torch.Tensor
-        # Rows of a thousand small leaves go through here many times a second.
+        plan = StagePlan(tensors)
+        if count * self._largest_row < PACKED_ON_DEVICE:
+            # Rows of a thousand small leaves come here many times a second: nothing is asked of each that can be asked
+            # of all.
+            places = {_CPU} if all(map(_is_cpu, tensors)) else {tensor.device for tensor in tensors}
+            if len(places) == 1:
+                place = places.pop()
+                if place.type != "meta" and count * self._row_nbytes <= self._outlet(place).largest:
+                    plan.whole = place
+                    return plan
         for number, (tensor, nbytes) in enumerate(zip(tensors, sizes.tolist(), strict=True)):
-            if type(tensor) is not plain:
-                tensor = plan.tensors[number] = tensor.detach().as_subclass(torch.Tensor)
-            if not tensor.is_cpu:
-                self._plan_device(plan, growing, number, tensor, nbytes)
-                continue
-            is_plain = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-            if is_plain and nbytes >= at_least:
+            if tensor.device.type == "meta":
+                raise InvalidArgument(
+                    "Rows on the meta device have no bytes to append.",
+                    save=self._growing.prefix, key=self._growing.leaves[number].key,
+                )  # fmt: skip
+            least = PACKED_ON_HOST if tensor.is_cpu else PACKED_ON_DEVICE
+            if tensor.is_cpu and (in_place or nbytes >= least) and outlets.is_plain(tensor):
                 plan.in_place.append(number)
-            elif nbytes < PACKED_ON_HOST:
-                packed.append(number)
-                packed_nbytes += nbytes
-                if not is_plain:
-                    plan.tensors[number] = raw_bytes(bytewise(tensor))
+                continue
+            ways = plan.ways.setdefault(tensor.device, Ways())
+            if nbytes < least:
+                ways.packed.append(number)
+                ways.packed_nbytes += nbytes
             else:
-                host.alone.append(number)
-        host.packed_nbytes = packed_nbytes
-        if host.packed or host.alone:
-            plan.ways[_CPU] = host
-        for device, ways in plan.ways.items():
-            plan.is_large = plan.is_large or bool(ways.alone) or ways.packed_nbytes > self._outlet(device).largest
-        plan.is_large = plan.is_large or bool(plan.in_place)
+                ways.alone.append(number)
+        plan.is_large = bool(plan.in_place) or any(
+            ways.alone or ways.packed_nbytes > self._outlet(place).largest for place, ways in plan.ways.items()
+        )
         return plan
 
-    def _plan_device(self, plan: StagePlan, growing: Growing, number: int, tensor: torch.Tensor, nbytes: int) -> None:
-        if tensor.device.type == "meta":
-            raise InvalidArgument(
-                "Rows on the meta device have no bytes to append.", save=growing.prefix, key=growing.leaves[number].key
-            )
-        ways = plan.ways.setdefault(tensor.device, Ways())
-        if nbytes < PACKED_ON_DEVICE:
-            ways.packed.append(number)
-            ways.packed_nbytes += nbytes
-        else:
-            ways.alone.append(number)
+    def fits(self, batch: Batch, plan: StagePlan, nbytes: int) -> bool:
+        """Whether a plan that is not large finds room in a batch. ``nbytes``: of all of its tensors."""
+        if plan.whole is not None:
+            return batch.has_room(self._outlet(plan.whole), nbytes, len(plan.tensors))
+        return all(
+            batch.has_room(self._outlet(place), ways.packed_nbytes, len(ways.packed))
+            for place, ways in plan.ways.items()
+        )
 
-    def _all(self, count: int) -> np.ndarray:
-        """The numbers of all tensors."""
-        if len(self._numbers) != count:
-            self._numbers = np.arange(count, dtype=np.uint32)
-        return self._numbers
-
-    def _outlet(self, device: torch.device) -> Outlet:
-        outlet = self._outlets.get(device)
+    def _outlet(self, place: torch.device) -> Outlet:
+        outlet = self._outlets.get(place)
         if outlet is None:
-            outlet = self._outlets[device] = outlets.take(device)
+            outlet = self._outlets[place] = outlets.take(place)
         return outlet
 
-    def fits(self, batch: Batch, plan: StagePlan) -> bool:
-        """Whether a plan that is not large finds room in a batch."""
-        return all(
-            batch.has_room(self._outlet(device), ways.packed_nbytes, len(ways.packed))
-            for device, ways in plan.ways.items()
-        )
+    # --- on its way ---
 
     def stage(
         self, plan: StagePlan, sizes: np.ndarray, places: np.ndarray, batch: Batch, post: Callable[[], Batch]
@@ -151,50 +167,61 @@ class Stager:
             batch: takes the chunks.
             post: gives the batch to the writers when it is full, and returns the next.
         """
-        outlet_of = {device: self._outlet(device) for device in plan.ways}
-        for outlet in outlet_of.values():
+        used = [self._outlet(place) for place in ([plan.whole] if plan.whole is not None else plan.ways)]
+        for outlet in used:
             outlet.begin()
-        for device, ways in plan.ways.items():
-            outlet = outlet_of[device]
-            for numbers in _in_chunks(ways, sizes, outlet.largest):
-                if len(numbers) == len(plan.tensors):  # every leaf, as is usual: nothing to choose
-                    files, tensors, its_sizes, its_places = self._all(len(numbers)), plan.tensors, sizes, places
-                else:
-                    files = np.array(numbers, np.uint32)
-                    tensors = [plan.tensors[number] for number in numbers]
-                    its_sizes, its_places = sizes[files], places[files]
-                if not batch.has_room(outlet, int(its_sizes.sum()), len(numbers)):
+        if plan.whole is not None:
+            files = self._in_groups
+            groups = [[plan.tensors[number] for number in group.numbers] for group in self._groups]
+            staged = used[0].pack(groups, int(sizes.sum()))
+            batch.add_chunk(used[0], staged, files, sizes[files], places[files])
+        for outlet, ways in zip(used, plan.ways.values(), strict=False):
+            for groups_of_chunk in self._in_chunks(ways, sizes, outlet.largest):
+                files = np.array([number for group in groups_of_chunk for number in group], np.uint32)
+                nbytes = int(sizes[files].sum())
+                if not batch.has_room(outlet, nbytes, len(files)):
                     batch = post()
-                batch.add_chunk(outlet, outlet.pack(tensors, its_sizes), files, its_sizes, its_places)
+                staged = outlet.pack([[plan.tensors[number] for number in group] for group in groups_of_chunk], nbytes)
+                batch.add_chunk(outlet, staged, files, sizes[files], places[files])
             for number in ways.alone:
-                file, place = np.array([number], np.uint32), int(places[number])
+                place = int(places[number])
                 for window in outlet.windows(plan.tensors[number]):
                     nbytes = window.numel() * window.dtype.itemsize
                     if not batch.has_room(outlet, nbytes):
                         batch = post()
-                    staged = outlet.stage(window, nbytes)
-                    batch.add_chunk(outlet, staged, file, np.array([nbytes], np.uint64), np.array([place], np.uint64))
+                    batch.add_run(outlet, outlet.stage(window, nbytes), number, place)
                     place += nbytes
         if plan.in_place:
             files = np.array(plan.in_place, np.uint32)
             there = [plan.tensors[number] for number in plan.in_place]
             batch.add_memory([tensor.data_ptr() for tensor in there], files, sizes[files], places[files], there)
-        for outlet in outlet_of.values():
+        for outlet in used:
             outlet.end()
+
+    def _in_chunks(self, ways: Ways, sizes: np.ndarray, largest: int) -> list[list[list[int]]]:
+        """The packed tensors by chunk, and within it by group."""
+        chunks: list[dict[Group, list[int]]] = []
+        room = 0
+        for number in ways.packed:
+            nbytes = int(sizes[number])
+            if nbytes > room:
+                chunks.append({})
+                room = largest
+            chunks[-1].setdefault(self._group_of[number], []).append(number)
+            room -= nbytes
+        return [list(chunk.values()) for chunk in chunks]
 
     def put(self, data: memoryview, number: int, place: int, batch: Batch, post: Callable[[], Batch]) -> None:
         """Puts bytes on their way to a file."""
         outlet = self._outlet(_CPU)
         assert isinstance(outlet, HostOutlet)
-        file = np.array([number], np.uint32)
         for first in range(0, len(data), outlet.largest):
             part = data[first : first + outlet.largest]
             if not batch.has_room(outlet, len(part)):
                 batch = post()
-            staged = outlet.put(part)
-            batch.add_chunk(
-                outlet, staged, file, np.array([len(part)], np.uint64), np.array([place + first], np.uint64)
-            )
+            batch.add_run(outlet, outlet.put(part), number, place + first)
+
+    # --- errors, and the end ---
 
     def check_devices(self) -> None:
         """Raises DeviceError if a device that rows come from has broken down."""
@@ -204,14 +231,13 @@ class Stager:
     def mark(self, *, all_chunks: bool = False) -> dict[torch.device, int]:
         """The last chunk of each outlet so far; or where each began, if all of its chunks are meant."""
         return {
-            device: outlet.first if all_chunks else outlet.native.last_chunk()
-            for device, outlet in self._outlets.items()
+            place: outlet.first if all_chunks else outlet.native.last_chunk() for place, outlet in self._outlets.items()
         }
 
     def take_back(self, mark: dict[torch.device, int]) -> None:
         """Nothing that was staged since ``mark`` will be written. No store of it is under way."""
-        for device, chunk in mark.items():
-            self._outlets[device].take_back(chunk)
+        for place, chunk in mark.items():
+            self._outlets[place].take_back(chunk)
 
     def close(self, *, well: bool) -> None:
         """Gives the outlets back; ends them, if something went wrong. No store is under way."""
@@ -222,19 +248,3 @@ class Stager:
                     outlets.give_back(outlet)
                     continue
             outlets.give_up(outlet)
-
-
-def _in_chunks(ways: Ways, sizes: np.ndarray, largest: int) -> list[list[int]]:
-    """Runs of the packed tensors that together fit a chunk."""
-    if ways.packed_nbytes <= largest:
-        return [ways.packed] if ways.packed else []
-    chunks: list[list[int]] = []
-    room = 0
-    for number in ways.packed:
-        nbytes = int(sizes[number])
-        if nbytes > room:
-            chunks.append([])
-            room = largest
-        chunks[-1].append(number)
-        room -= nbytes
-    return chunks

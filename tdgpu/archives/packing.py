@@ -17,7 +17,8 @@ from tdgpu.archives.pipeline import Packer, Workers, thread_count
 from tdgpu.archives.sources import BytesSource, DeviceSource, FileSource, Source, TensorSource
 from tdgpu.archives.target import LEFT_BEHIND, check_target, replacing
 from tdgpu.archives.writer import ZipWriter
-from tdgpu.errors import FormatError, InvalidArgument, InvalidArgumentType, LoadError, SaveExists
+from tdgpu.errors import FormatError, InvalidArgument, InvalidArgumentType, LoadError, SaveExists, TdgpuError
+from tdgpu.layout import reader
 from tdgpu.layout.archive.index import SIDECAR
 from tdgpu.layout.commit import TEMPORARY
 from tdgpu.layout.describe import File, describe, in_order
@@ -90,11 +91,12 @@ def pack_memmap(
         raise InvalidArgument("This is no saved directory: it has no meta.json.", save=root)
     files = _files_of(root)
     metadata = _metadata_of(files, root)
+    counted = _counted(root)
     _check_outside(target, root, [path for path, _ in files.values()])
     with _packing(target, chosen, threads, sum(size for _, size in files.values()), show=progress) as packer:
         for name in sorted(files, key=in_order):
             path, size = files[name]
-            packer.add(name, FileSource(path, size, root))
+            packer.add(name, FileSource(path, min(size, counted.get(os.path.normpath(path), size)), root, size))
         packer.finish()
         if _metadata_of(files, root) != metadata:  # then what is packed may be of both states
             raise LoadError("Rows were appended to this save while it was packed: pack it again.", save=root)
@@ -240,6 +242,16 @@ def _files_of(root: str) -> dict[str, tuple[str, int]]:
         for name, file in found.items()
         if not (name.endswith(SIDECAR) and name.removesuffix(SIDECAR) in found)
     }
+
+
+def _counted(root: str) -> dict[str, int]:
+    """Of the leaves' files, the bytes that the metadata counts. Behind them may lie what a killed append left, and in
+    an archive sizes must agree."""
+    try:
+        leaves = reader.read(root, check=False).leaves()
+    except TdgpuError:
+        return {}  # it cannot be loaded here, for want of a class perhaps: it is packed as it lies
+    return {leaf.extent.file: leaf.extent.nbytes for leaf in leaves if leaf.extent is not None}
 
 
 def _pending(root: str, file: str) -> FormatError:

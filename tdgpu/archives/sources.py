@@ -64,10 +64,11 @@ class BytesSource(Source):
 
 
 class FileSource(Source):
-    """A file, which must keep the size that it had when it was listed."""
+    """The first ``nbytes`` bytes of a file, which must keep the ``size`` that it had when it was listed."""
 
-    def __init__(self, path: str, nbytes: int, save: str) -> None:
+    def __init__(self, path: str, nbytes: int, save: str, size: int | None = None) -> None:
         super().__init__(nbytes)
+        self._size = nbytes if size is None else size
         self._path = path
         self._save = save
 
@@ -97,7 +98,7 @@ class FileSource(Source):
                 yield buffer
                 first += len(buffer)
             size = os.fstat(fd).st_size
-            if size != self.nbytes:
+            if size != self._size:
                 raise self._changed(size)
         finally:
             os.close(fd)
@@ -105,7 +106,7 @@ class FileSource(Source):
     def _changed(self, found: int) -> LoadError:
         return LoadError(
             "The file changed its size while it was packed.",
-            save=self._save, file=self._path, wanted=self.nbytes, found=found,
+            save=self._save, file=self._path, wanted=self._size, found=found,
         )  # fmt: skip
 
 

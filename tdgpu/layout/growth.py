@@ -304,7 +304,7 @@ def match(growing: Growing, rows: Any) -> tuple[int, list[torch.Tensor]]:
 
     Returns:
         How many rows there are; and their tensors of shape ``(count, *leaf.row_shape)``, one for each of
-        ``growing.leaves``, in that order.
+        ``growing.leaves``, in that order, each a plain ``torch.Tensor``.
 
     Raises:
         InvalidArgumentType: ``rows`` is no tensor collection (a TypeError).
@@ -411,7 +411,8 @@ def _tensor(plan: _Plan, entries: dict[str, Any], key: str, dtype: torch.dtype, 
             key,
             f"Rows of dtype {value.dtype} and shape {list(value.shape)} do not fit: {dtype} and {list(shape)} would.",
         )
-    return value
+    # Without its Python class, whose operations may be slow or of its own.
+    return value if type(value) is torch.Tensor else value.detach().as_subclass(torch.Tensor)
 
 
 def _from_array(plan: _Plan, key: str, array: Any) -> Any:

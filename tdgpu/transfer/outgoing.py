@@ -48,7 +48,6 @@ declare(
         "tdgpu_outlet_last_chunk": (c_uint32, c_void_p),
         "tdgpu_outlet_discard": (None, c_void_p, c_uint32),
         "tdgpu_outlet_close": (c_int, POINTER(c_void_p), c_int64),
-        "tdgpu_pack": (None, c_uint64, c_void_p, c_void_p, c_uint64),
         "tdgpu_writers_create": (c_int, c_uint32, POINTER(c_void_p)),
         "tdgpu_writers_stop": (None, c_void_p),
         "tdgpu_writers_post": (
@@ -65,18 +64,6 @@ declare(
 def set_pwritev(address: int | None) -> None:
     """Puts a C function with pwritev's signature in its place, for tests; None puts the real one back."""
     core().tdgpu_set_pwritev(address)
-
-
-def pack(to: int, addresses: Sequence[int], sizes: np.ndarray) -> None:
-    """Copies runs of host memory to `to`, one behind the other.
-
-    Args:
-        to: an address.
-        addresses: where each run is.
-        sizes: its bytes, uint64.
-    """
-    from_ = np.array(addresses, np.uint64)
-    core().tdgpu_pack(to, from_.ctypes.data, sizes.ctypes.data, len(from_))
 
 
 class FileError(Exception):

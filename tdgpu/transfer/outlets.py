@@ -19,11 +19,11 @@ import torch
 
 from tdgpu.errors import DeviceError, TransferError
 from tdgpu.options import get as get_options
-from tdgpu.transfer import outgoing, registry, streams
+from tdgpu.transfer import registry, streams
 from tdgpu.transfer.fetch import raw_bytes, refuse_capture, windows
 from tdgpu.transfer.outgoing import NativeOutlet, Writers
 
-__all__ = ["Outlet", "Staged", "close_idle", "give_back", "give_up", "take", "writers"]
+__all__ = ["Outlet", "Staged", "close_idle", "give_back", "give_up", "is_plain", "take", "writers"]
 
 CLOSE_MS = 2000
 
@@ -37,9 +37,18 @@ class Staged(NamedTuple):
     chunk: int
 
 
-def bytewise(tensor: torch.Tensor) -> torch.Tensor:
+def bytewise(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Elements of one byte as what they are: torch cannot copy all of them by their dtype."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    dtype = tensors[0].dtype
+    if dtype.itemsize > 1 or dtype in (torch.uint8, torch.int8, torch.bool):
+        return tensors
+    return [tensor.view(torch.uint8) for tensor in tensors]
+
+
+def _packed(groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """The bytes of all tensors, on their device: one or two kernels, however many tensors there are."""
+    packed = [torch.stack(list(bytewise(group))).view(-1).view(torch.uint8) for group in groups]
+    return packed[0] if len(packed) == 1 else torch.cat(packed)
 
 
 class Outlet(abc.ABC):
@@ -68,12 +77,12 @@ class Outlet(abc.ABC):
         """Tensors have from now on the values that the device's current stream will have given them."""
 
     @abc.abstractmethod
-    def pack(self, tensors: Sequence[torch.Tensor], sizes: np.ndarray) -> Staged:
+    def pack(self, groups: Sequence[Sequence[torch.Tensor]], nbytes: int) -> Staged:
         """Stages tensors in one chunk, one behind the other, each in row-major order.
 
         Args:
-            tensors: together they are at most ``largest`` bytes.
-            sizes: the bytes of each, uint64.
+            groups: tensors of one shape and dtype each.
+            nbytes: of all of them; at most ``largest``.
         """
 
     @abc.abstractmethod
@@ -125,18 +134,23 @@ class HostOutlet(Outlet):
         super().__init__(torch.device("cpu"), NativeOutlet(address + skipped, ring_bytes - skipped, self._ring))
         self._base = address
 
-    def pack(self, tensors: Sequence[torch.Tensor], sizes: np.ndarray) -> Staged:
-        # Their memory must be their bytes in order: rows of a thousand small leaves have no time for more.
-        nbytes = int(sizes.sum())
+    def pack(self, groups: Sequence[Sequence[torch.Tensor]], nbytes: int) -> Staged:
         chunk, address = self._place(nbytes)
-        outgoing.pack(address, [tensor.data_ptr() for tensor in tensors], sizes)
+        first = address - self._base
+        for group in groups:
+            tensors = bytewise(group)
+            like = tensors[0]
+            size = len(tensors) * like.numel() * like.dtype.itemsize
+            place = torch.from_numpy(self._ring[first : first + size]).view(like.dtype)
+            torch.stack(list(tensors), out=place.view(len(tensors), *like.shape))
+            first += size
         self.native.set_copied(chunk)
         return Staged(address, nbytes, self.native, chunk)
 
     def stage(self, window: torch.Tensor, nbytes: int) -> Staged:
         chunk, address = self._place(nbytes)
         first = address - self._base
-        window = bytewise(window)
+        (window,) = bytewise([window])
         place = torch.from_numpy(self._ring[first : first + nbytes]).view(window.dtype).view(window.shape)
         place.copy_(window)
         self.native.set_copied(chunk)
@@ -164,27 +178,29 @@ class GatedOutlet(Outlet):
         self._stream = streams.handle(streams.current_stream(self.device))
         self._follows = False
 
-    def pack(self, tensors: Sequence[torch.Tensor], sizes: np.ndarray) -> Staged:
-        packed = torch.cat([raw_bytes(bytewise(tensor)) for tensor in tensors])
-        return self._copy(packed, (packed, list(tensors)))
+    def pack(self, groups: Sequence[Sequence[torch.Tensor]], nbytes: int) -> Staged:
+        return self._copy(_packed(groups), groups)
 
     def stage(self, window: torch.Tensor, nbytes: int) -> Staged:
-        if _is_plain(window):
+        if is_plain(window):
             return self._copy(window, window, is_new=not self._follows)
-        window = raw_bytes(bytewise(window))
+        window = raw_bytes(bytewise([window])[0])
         staged = self._copy(window, window)
         # Packed for the copy: once this is queued, the memory may be used for the next one.
         self.native.order(self._stream)
         return staged
 
     def _copy(self, source: torch.Tensor, keep: object, *, is_new: bool = True) -> Staged:
-        """Enqueues the copy of contiguous memory; `is_new`: what the current stream has just been given writes it."""
+        """Enqueues the copy of contiguous memory, and holds it and ``keep`` until the copy is over.
+
+        ``is_new``: it is written by what the current stream has just been given.
+        """
         if is_new:
             self.native.follow(self._stream)
             self._follows = True
         nbytes = source.numel() * source.dtype.itemsize
         chunk, address = self.native.claim(nbytes)
-        self._held.append((chunk, keep))
+        self._held.append((chunk, (source, keep)))
         self.native.copy(chunk, address, source.data_ptr(), nbytes)
         return Staged(address, nbytes, self.native, chunk)
 
@@ -222,11 +238,11 @@ class TorchOutlet(Outlet):
             if self._side is not None:
                 self._side.wait_event(before)
 
-    def pack(self, tensors: Sequence[torch.Tensor], sizes: np.ndarray) -> Staged:
-        return self._copy(lambda: torch.cat([raw_bytes(bytewise(tensor)) for tensor in tensors]), int(sizes.sum()))
+    def pack(self, groups: Sequence[Sequence[torch.Tensor]], nbytes: int) -> Staged:
+        return self._copy(lambda: _packed(groups), nbytes)
 
     def stage(self, window: torch.Tensor, nbytes: int) -> Staged:
-        return self._copy(lambda: raw_bytes(bytewise(window)), nbytes)
+        return self._copy(lambda: raw_bytes(bytewise([window])[0]), nbytes)
 
     def _copy(self, source: Callable[[], torch.Tensor], nbytes: int) -> Staged:
         chunk, address = self.native.claim(nbytes)
@@ -273,7 +289,7 @@ class TorchOutlet(Outlet):
             raise TransferError(f"A copy from {self.device} failed: {error}") from error
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is its bytes in row-major order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
