@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
+import math
 import os
 import threading
 import time
@@ -19,6 +19,9 @@ from tdgpu.layout.growth import match
 from tdgpu.options import get as get_options
 
 __all__ = ["MemmapAppender"]
+
+# How long the background waits after a commit that has failed.
+AGAIN_SECONDS = 1.0
 
 
 class MemmapAppender:
@@ -93,7 +96,7 @@ class MemmapAppender:
         # One for the session; one for who commits, taken first, so that rows can be appended meanwhile.
         self._lock = threading.RLock()
         self._committing = threading.RLock()
-        self._error: AppendError | None = None  # of a commit in the background, that no call has raised
+        self._error: Exception | None = None  # of a commit in the background, that no call has raised
         self._failure_was_told = False
         self._oldest: float | None = None  # when the oldest pending row was appended
         self._due = threading.Event()
@@ -244,6 +247,13 @@ class MemmapAppender:
                     error = self._session.fail(lost)
                 self._failure_was_told = threading.current_thread() is not self._thread
                 raise error from lost.__cause__
+            except AppendError:
+                with self._lock:
+                    if self.pending:
+                        self._oldest = time.monotonic()
+                raise
+            with self._lock:
+                self._session.release()
 
     def _end(self) -> None:
         self._closed = True
@@ -257,6 +267,7 @@ class MemmapAppender:
 def _commit_when_due(reference: weakref.ref[MemmapAppender], due: threading.Event) -> None:
     """The thread of an appender that commits in the background. It does not keep the appender."""
     wait: float | None = None
+    failed_at = -math.inf
     while True:
         due.wait(wait)
         due.clear()
@@ -268,11 +279,16 @@ def _commit_when_due(reference: weakref.ref[MemmapAppender], due: threading.Even
         if is_due:
             try:
                 appender._commit()
-            except AppendError as error:
+            except Exception as error:
                 appender._error = error
+                failed_at = time.monotonic()
         with appender._lock:
             oldest, seconds = appender._oldest, appender._flush_seconds
-        wait = None if oldest is None or seconds is None else max(0.0, oldest + seconds - time.monotonic())
+        wait = None
+        if oldest is not None and seconds is not None:
+            # A disk that is full is not asked again and again.
+            at = max(oldest + seconds, failed_at + AGAIN_SECONDS)
+            wait = max(0.0, at - time.monotonic())
         del appender
 
 
@@ -282,6 +298,11 @@ _open: weakref.WeakSet[MemmapAppender] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
+    first: Exception | None = None
     for appender in list(_open):
-        with contextlib.suppress(ForkError):
+        try:
             appender.close()
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import os
@@ -42,7 +43,7 @@ class Snapshot(NamedTuple):
 
 
 class _Undo(NamedTuple):
-    """How things were before a call: rows, number of stores, the batch, and the last chunk of each outlet."""
+    """How things were before a call: rows, stores so far, the batch, and the last chunk of each outlet."""
 
     rows: int
     stores: int
@@ -107,7 +108,9 @@ class Session:
         self.failed: AppendError | None = None
         self._reserved = self.rows  # rows that there is space for
         self._batch = Batch()
-        self._stores: list[outgoing.Store] = []
+        # What the writers have, oldest first, numbered from the beginning; what is written is let go.
+        self._stores: collections.deque[outgoing.Store] = collections.deque()
+        self._stores_gone = 0
         self._stager = Stager(self.growing)
         self._undo: _Undo | None = None
         self._is_closed = False
@@ -172,13 +175,13 @@ class Session:
                 self.post()
             if plan.is_large:
                 self._reserve(self.rows + count)
-            self._undo = _Undo(self.rows, len(self._stores), self._batch.mark(), self._stager.mark())
+            self._undo = _Undo(self.rows, self._store_count(), self._batch.mark(), self._stager.mark())
             try:
                 self._stager.stage(plan, sizes, places, self._batch, self._post_batch)
                 if plan.in_place:
                     self._post_batch()
                     if not in_place:
-                        self._wait(self._stores[self._undo.stores :])
+                        self._wait(self._stores_since(self._undo.stores))
                 self.rows += count
                 self._undo = None
             except BaseException as error:
@@ -201,11 +204,14 @@ class Session:
         self._settle_batch()
         undo = self._undo
         if undo is not None:
-            posted = self._stores[undo.stores :]
-            self._batch.take_back(_NOTHING if posted else undo.batch)
+            posted = self._stores_since(undo.stores)
+            was_posted = self._store_count() > undo.stores
+            self._batch.take_back(_NOTHING if was_posted else undo.batch)
             _give_up(posted)
             self._stager.take_back(undo.chunks)
-            del self._stores[undo.stores :]
+            for _ in posted:
+                self._stores.pop()
+            self._stores_gone = undo.stores - len(self._stores)
             self.rows = undo.rows
             self._undo = None
 
@@ -223,6 +229,7 @@ class Session:
             batch.store = outgoing.Store((batch.keep, batch.chunks))
             outlets.writers().post(self.files, batch.in_order(), batch.chunks, batch.store)
             self._settle_batch()
+            self.release()
         return self._batch
 
     def _settle_batch(self) -> None:
@@ -232,6 +239,20 @@ class Session:
             if not self._stores or self._stores[-1] is not store:
                 self._stores.append(store)
             self._batch = Batch()
+
+    def _store_count(self) -> int:
+        return self._stores_gone + len(self._stores)
+
+    def _stores_since(self, count: int) -> list[outgoing.Store]:
+        """Those that are not known to be written, of all but the first ``count``."""
+        return list(self._stores)[max(0, count - self._stores_gone) :]
+
+    def release(self) -> None:
+        """Lets go of what is written, and of rows that are copied."""
+        while self._stores and self._stores[0].is_over_and_well():
+            self._stores.popleft()
+            self._stores_gone += 1
+        self._stager.release()
 
     def _reserve(self, rows: int) -> None:
         if rows <= self._reserved:
@@ -267,7 +288,7 @@ class Session:
         """All rows that are staged now, on their way to the disk. Raises AppendError as ``post``."""
         self._repair()
         self.post()
-        self._stores = [store for store in self._stores if not store.is_over_and_well()]
+        self.release()
         return Snapshot(self.rows, tuple(self._stores))
 
     def finish(self, snapshot: Snapshot) -> None:
@@ -369,6 +390,12 @@ def _read(prefix: str, allow_pickle: bool | None) -> Growing:
 
 
 def _most_open() -> int:
-    """How many files may be kept open: half of what the process may have."""
+    """How many files may be kept open: half of those that the process may still open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else max(soft // 2, 4)
+    if soft == resource.RLIM_INFINITY:
+        return 1 << 20
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        used = soft // 2
+    return max((soft - used) // 2, 0)

@@ -46,7 +46,10 @@ def uninterrupted(function: Callable[[], Any]) -> Any:
     context = contextvars.copy_context()
     job = _Job(lambda: context.run(function))
     try:
-        threading.Thread(target=job.run, name="tdgpu-commit", daemon=True).start()
+        try:
+            threading.Thread(target=job.run, name="tdgpu-commit", daemon=True).start()
+        except RuntimeError:  # no threads any more: the interpreter ends, or the system has no more of them
+            job.run()
         job.done.wait()
     except BaseException:
         if not job.claim():

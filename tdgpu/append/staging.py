@@ -228,6 +228,12 @@ class Stager:
         for outlet in list(self._outlets.values()):
             outlet.check()
 
+    def release(self) -> None:
+        """Lets go of the rows whose copies are over."""
+        for outlet in self._outlets.values():
+            with contextlib.suppress(TransferError):  # a broken device says so when something is wanted of it
+                outlet.release()
+
     def mark(self, *, all_chunks: bool = False) -> dict[torch.device, int]:
         """The last chunk of each outlet so far; or where each began, if all of its chunks are meant."""
         return {
