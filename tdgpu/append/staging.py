@@ -123,12 +123,12 @@ class Stager:
                     "Rows on the meta device have no bytes to append.",
                     save=self._growing.prefix, key=self._growing.leaves[number].key,
                 )  # fmt: skip
-            least = PACKED_ON_HOST if tensor.is_cpu else PACKED_ON_DEVICE
-            if tensor.is_cpu and (in_place or nbytes >= least) and outlets.is_plain(tensor):
+            packed = PACKED_ON_HOST if tensor.is_cpu else PACKED_ON_DEVICE
+            if tensor.is_cpu and (in_place or nbytes >= packed) and outlets.is_plain(tensor):
                 plan.in_place.append(number)
                 continue
             ways = plan.ways.setdefault(tensor.device, Ways())
-            if nbytes < least:
+            if nbytes < min(packed, self._outlet(tensor.device).largest):
                 ways.packed.append(number)
                 ways.packed_nbytes += nbytes
             else:
