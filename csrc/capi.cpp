@@ -369,8 +369,11 @@ TDGPU_API int tdgpu_outlet_order(Outlet* outlet, uint64_t stream) {
 TDGPU_API int tdgpu_outlet_settle(Outlet* outlet) {
     return guarded([&] { outlet->settle(); });
 }
-TDGPU_API int tdgpu_outlet_wait_copied(Outlet* outlet, uint32_t chunk, int64_t milliseconds, int* is_copied) {
-    return guarded([&] { *is_copied = outlet->wait_copied(chunk, milliseconds); });
+TDGPU_API int tdgpu_outlet_wait_copied(Outlet* outlet, uint32_t chunk, int64_t milliseconds) {
+    return outlet->wait_copied(chunk, milliseconds);
+}
+TDGPU_API int tdgpu_outlet_check(Outlet* outlet) {
+    return guarded([&] { outlet->check(); });
 }
 TDGPU_API int tdgpu_outlet_wait_free(Outlet* outlet, uint32_t chunk, int64_t milliseconds) {
     return outlet->wait_free(chunk, milliseconds);

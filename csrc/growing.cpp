@@ -29,10 +29,14 @@ int sync_directory_of(const std::string& path) {
     return error;
 }
 
+uint64_t rounded_to_block(uint64_t bytes) {
+    constexpr uint64_t kBlock = 4096;
+    return (bytes + kBlock - 1) / kBlock * kBlock;
+}
+
 // Where the space ends that a file of this size has: at the end of its last block, if all blocks are there.
 uint64_t end_of_space(const struct stat& status) {
-    constexpr uint64_t kBlock = 4096;
-    const uint64_t end = (uint64_t(status.st_size) + kBlock - 1) / kBlock * kBlock;
+    const uint64_t end = rounded_to_block(uint64_t(status.st_size));
     return uint64_t(status.st_blocks) * 512 >= end ? end : 0;
 }
 
@@ -84,7 +88,7 @@ int GrowingFiles::open(uint32_t index, int& descriptor, bool& is_kept) {
     do descriptor = ::open(leaf.path.c_str(), flags, 0666);
     while (descriptor < 0 && errno == EINTR);
     if (descriptor < 0) return errno;
-    file.was_made = file.was_made || makes;
+    if (makes) file.was_made = file.name_is_new = true;
     struct stat status;
     int error = ::fstat(descriptor, &status) != 0 ? errno : 0;
     if (!error && !S_ISREG(status.st_mode)) error = ENOTSUP;
@@ -137,7 +141,7 @@ FileFailure GrowingFiles::reserve(uint64_t first, uint64_t last) {
         // disk shows when the rows are written.
         const int error = retried([&] { return ::fallocate(use.descriptor(), 0, begin, end - begin); });
         if (error && error != EOPNOTSUPP && error != ENOSYS) return {i, error};
-        if (!error) files_[i].allocated_end = uint64_t(end);
+        if (!error) files_[i].allocated_end = rounded_to_block(uint64_t(end));
     }
     return {};
 }
@@ -185,18 +189,21 @@ FileFailure GrowingFiles::sync() {
     }
     std::set<std::string> directories;
     for (uint32_t i = 0; i < count(); i++) {
-        if (!files_[i].is_dirty.exchange(false)) continue;
+        if (!files_[i].is_dirty) continue;
         Use use(*this, i);
-        const int error = use.error() ? use.error() : retried([&] { return ::fdatasync(use.descriptor()); });
+        if (use.error()) return {i, use.error()};
+        files_[i].is_dirty = false;
+        const int error = retried([&] { return ::fdatasync(use.descriptor()); });
         // Never tried again: after a failure the system may say that all is well although the bytes are lost.
         if (error) return {i, error};
     }
     for (uint32_t i = 0; i < count(); i++) {
         const std::string& path = leaves_[i].path;
-        if (!files_[i].was_made || !directories.insert(path.substr(0, path.rfind('/') + 1)).second) continue;
+        if (!files_[i].name_is_new || !directories.insert(path.substr(0, path.rfind('/') + 1)).second) continue;
         const int error = sync_directory_of(path);
         if (error) return {i, error};
     }
+    for (File& file : files_) file.name_is_new = false;
     return {};
 }
 

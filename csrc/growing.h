@@ -67,6 +67,7 @@ private:
     struct File {
         int descriptor = -1;
         bool was_made = false;
+        bool name_is_new = false;  // made, and its directory is not synced
         bool was_opened = false;
         ino_t inode = 0;
         uint64_t found_bytes = 0;    // its size when it was first opened

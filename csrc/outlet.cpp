@@ -151,25 +151,28 @@ void Outlet::settle() {
     gated_ = last;
 }
 
-bool Outlet::wait_copied(Sequence chunk, int64_t budget) {
+bool Outlet::wait_copied(Sequence chunk, int64_t budget) const {
     const auto deadline = Clock::now() + milliseconds(budget);
     for (Patience patience; !is_copied(chunk); patience.wait()) {
-        if (Clock::now() < deadline) continue;
-        if (driver_ && stream_is_broken()) {
-            is_broken_.store(true, std::memory_order_release);
-            throw Error(Cause::driver, 0, "the device's context broke down while rows were copied from it");
-        }
-        return false;
+        if (Clock::now() >= deadline) return false;
     }
     return true;
 }
 
+void Outlet::check() {
+    if (!driver_ || is_copied(last_chunk()) || !stream_is_broken()) return;
+    is_broken_.store(true, std::memory_order_release);
+    throw Error(Cause::driver, 0, "the device's context broke down while rows were copied from it");
+}
+
 bool Outlet::stream_is_broken() {
     CurrentContext current(*driver_, context_);
-    // An error that stays is the context's end; the driver reports one-off errors of other calls here, too.
+    // An error that stays is the context's end; the driver reports one-off errors of other calls here, too. While a
+    // graph is being captured elsewhere, a query may be refused: that says nothing of this stream.
     auto failed = [&] {
         const CUresult result = driver_->StreamQuery(stream_);
-        return result != kCudaSuccess && result != kCudaNotReady;
+        const bool is_refused = result >= kCudaFirstCaptureError && result <= kCudaLastCaptureError;
+        return result != kCudaSuccess && result != kCudaNotReady && !is_refused;
     };
     return failed() && failed();
 }

@@ -61,9 +61,11 @@ public:
     // All chunks so far count as copied when the copies that are enqueued are over: what was claimed after an error, or
     // not copied because of it, need not be waited for.
     void settle();
-    // Whether all copies up to `chunk` are over, waiting up to `milliseconds`. Throws Error(driver) if the device's
-    // context has broken down: no copy will end any more.
-    bool wait_copied(Sequence chunk, int64_t milliseconds);
+    // Whether all copies up to `chunk` are over, waiting up to `milliseconds`.
+    bool wait_copied(Sequence chunk, int64_t milliseconds) const;
+    // Throws Error(driver) if copies are under way and the device's context has broken down: they will not end. Asks
+    // the driver, so it is for those who have waited in vain.
+    void check();
 
     // --- copies by the caller ---
     // Whether the chunk's place may be written, waiting up to `milliseconds`.

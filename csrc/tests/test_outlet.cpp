@@ -162,8 +162,7 @@ void a_broken_context_ends_the_wait() {
         bench.writers.post(store);
         sim->fail("cuStreamQuery", 1, 700, 1);
         assert(check::cause_of([&] {
-                   while (!bench.outlet->wait_copied(place.chunk, 1)) {
-                   }
+                   while (!bench.outlet->wait_copied(place.chunk, 1)) bench.outlet->check();
                }) == Cause::driver);
         while (!store->wait(5)) {
         }

@@ -9,10 +9,11 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from tdgpu.append.create import create_empty
-from tdgpu.append.session import RowsLost, Session
+from tdgpu.append.session import RowsLost, Session, Snapshot
 from tdgpu.append.signals import uninterrupted
 from tdgpu.errors import AppendError, ForkError, InvalidArgument, InvalidArgumentType
 from tdgpu.layout.growth import match
@@ -65,6 +66,8 @@ class MemmapAppender:
         2
     """
 
+    _closed = True  # until it is open
+
     def __init__(
         self,
         prefix: str | os.PathLike[str],
@@ -76,7 +79,6 @@ class MemmapAppender:
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> None:
-        self._closed = True  # until it is open
         settings = get_options()
         for name, value in (("flush_rows", flush_rows), ("flush_bytes", flush_bytes), ("flush_seconds", flush_seconds)):
             if value is not None and not value > 0:
@@ -93,11 +95,13 @@ class MemmapAppender:
             timeout=settings.lock_timeout if timeout is None else timeout,
             allow_pickle=allow_pickle,
         )
-        # One for the session; one for who commits, taken first, so that rows can be appended meanwhile.
-        self._lock = threading.RLock()
-        self._committing = threading.RLock()
+        # One for the session; one for who commits, taken first, so that rows can be appended meanwhile. A thread that
+        # asks again for what it has, from a signal handler, gets an error: it would meet things half done.
+        self._lock = _Turn(self._session.prefix)
+        self._committing = _Turn(self._session.prefix)
         self._error: Exception | None = None  # of a commit in the background, that no call has raised
         self._failure_was_told = False
+        self._closing = False
         self._oldest: float | None = None  # when the oldest pending row was appended
         self._due = threading.Event()
         self._thread: threading.Thread | None = None
@@ -142,16 +146,8 @@ class MemmapAppender:
                 were appended before could not be written or committed: the message says what became of them.
             TransferError: the device refused; these rows are not taken.
         """
-        with self._lock:
-            session = self._usable()
-            count, tensors = match(session.growing, rows)
-            session.stage(count, tensors, in_place=False)
-            if count and self._oldest is None:
-                self._oldest = time.monotonic()
-                if self._flush_seconds is not None:
-                    self._due.set()
-            if self._is_due():
-                self._due.set()
+        self._check_process()
+        self._lock.run(self._append, rows)
 
     def flush(self) -> None:
         """Commits all rows that were appended. When this returns, every load sees them.
@@ -159,25 +155,23 @@ class MemmapAppender:
         Raises:
             AppendError: they could not be written or committed; the message says what became of them.
         """
-        self._usable()
+        self._check_process()
+        self._lock.run(self._usable)
         self._commit()
 
     def close(self) -> None:
         """Commits all rows that were appended, and ends. May be called again.
+
+        It is not interrupted in the middle: Ctrl-C is answered when it is done.
 
         Raises:
             AppendError: as ``flush``. It is closed all the same.
         """
         if self._closed or os.getpid() != self._process:
             return
-        try:
-            self._error = None  # what it was about is tried again
-            if self._session.failed is None:
-                self._commit()
-            elif not self._failure_was_told:
-                raise self._session.failed
-        finally:
-            self._end()
+        self._committing.refuse_reentry()
+        self._lock.refuse_reentry()
+        uninterrupted(self._close, always=True)
 
     @property
     def pending(self) -> int:
@@ -213,12 +207,14 @@ class MemmapAppender:
 
     # --- inside ---
 
-    def _usable(self) -> Session:
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise ForkError(
                 "This appender belongs to the process from which this one was forked.", save=self._session.prefix
             )
-        if self._closed:
+
+    def _usable(self) -> Session:
+        if self._closed or self._closing:
             raise InvalidArgument("This appender is closed.", save=self._session.prefix)
         error, self._error = self._session.failed or self._error, None
         if error is not None:
@@ -235,33 +231,87 @@ class MemmapAppender:
             or (self._flush_seconds and self._oldest and time.monotonic() >= self._oldest + self._flush_seconds)
         )
 
-    def _commit(self) -> None:
-        with self._committing:
-            with self._lock:
-                snapshot = self._session.snapshot()
-                self._oldest = None
-            try:
-                self._session.finish(snapshot)
-            except RowsLost as lost:
-                with self._lock:
-                    error = self._session.fail(lost)
-                self._failure_was_told = threading.current_thread() is not self._thread
-                raise error from lost.__cause__
-            except AppendError:
-                with self._lock:
-                    if self.pending:
-                        self._oldest = time.monotonic()
-                raise
-            with self._lock:
-                self._session.release()
+    def _append(self, rows: Any) -> None:
+        session = self._usable()
+        count, tensors = match(session.growing, rows)
+        session.stage(count, tensors, in_place=False)
+        if count and self._oldest is None:
+            self._oldest = time.monotonic()
+            if self._flush_seconds is not None:
+                self._due.set()
+        if self._is_due():
+            self._due.set()
 
-    def _end(self) -> None:
-        self._closed = True
-        self._due.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        uninterrupted(self._session.close)
-        _open.discard(self)
+    def _commit(self, *, closing: bool = False) -> None:
+        self._committing.run(self._commit_alone, closing)
+
+    def _commit_alone(self, closing: bool) -> None:
+        try:
+            self._session.finish(self._lock.run(self._begin_commit, closing))
+        except RowsLost as lost:
+            error = self._lock.run(self._session.fail, lost)
+            self._failure_was_told = threading.current_thread() is not self._thread
+            raise error from lost.__cause__
+        except BaseException:
+            if self.pending and self._oldest is None:
+                self._oldest = time.monotonic()
+            raise
+        self._lock.run(self._session.release)
+
+    def _begin_commit(self, closing: bool) -> Snapshot:
+        self._closing = self._closing or closing
+        if self._session.failed is not None:
+            # While this thread waited, or before.
+            self._failure_was_told = True
+            raise self._session.failed
+        self._error = None  # what it was about is tried again
+        snapshot = self._session.snapshot()
+        self._oldest = None
+        return snapshot
+
+    def _close(self) -> None:
+        was_told = self._failure_was_told
+        try:
+            self._commit(closing=True)
+        except AppendError:
+            if self._session.failed is None or not was_told:
+                raise
+        finally:
+            self._due.set()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()
+            self._committing.run(self._lock.run, self._session.close)
+            self._closed = True
+            _open.discard(self)
+
+
+class _Turn:
+    """A lock around calls, that a thread cannot take again while it has it: it gets an error."""
+
+    def __init__(self, save: str) -> None:
+        self._save = save
+        # Reentrant, for the moment between taking it and noting that.
+        self._lock = threading.RLock()
+        self._owner: int | None = None
+
+    def refuse_reentry(self) -> None:
+        """Raises AppendError if the calling thread has it."""
+        if self._owner == threading.get_ident():
+            raise AppendError(
+                "The appender was called by a signal handler or a finalizer that ran in the middle of another of its"
+                " calls. Nothing was done.",
+                save=self._save,
+            )
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls ``function`` while it has the lock."""
+        with self._lock:  # no context manager of ours: an interrupt between two of its steps would keep the lock
+            self.refuse_reentry()
+            try:
+                self._owner = threading.get_ident()
+                return function(*arguments)
+            finally:
+                self._owner = None
 
 
 def _commit_when_due(reference: weakref.ref[MemmapAppender], due: threading.Event) -> None:
@@ -272,18 +322,15 @@ def _commit_when_due(reference: weakref.ref[MemmapAppender], due: threading.Even
         due.wait(wait)
         due.clear()
         appender = reference()
-        if appender is None or appender._closed:
+        if appender is None or appender._closing or appender._session.failed is not None:
             return
-        with appender._lock:
-            is_due = appender._is_due() and appender._session.failed is None
-        if is_due:
+        if appender._is_due():
             try:
                 appender._commit()
             except Exception as error:
                 appender._error = error
                 failed_at = time.monotonic()
-        with appender._lock:
-            oldest, seconds = appender._oldest, appender._flush_seconds
+        oldest, seconds = appender._oldest, appender._flush_seconds
         wait = None
         if oldest is not None and seconds is not None:
             # A disk that is full is not asked again and again.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tdgpu.transfer.outgoing import PART, NativeOutlet, Store
@@ -12,6 +14,7 @@ __all__ = ["Batch"]
 # Chunks of one batch; a ring has gates for 1024 (csrc/ring.h). And parts: a part takes 32 bytes of host memory.
 MOST_CHUNKS = 256
 MOST_PARTS = 1 << 16
+LONGEST_PART = 8 << 20
 
 
 class Batch:
@@ -34,12 +37,16 @@ class Batch:
         self._part_count = 0
         self._costs: dict[Outlet, int] = {}
 
-    def has_room(self, outlet: Outlet, nbytes: int, parts: int = 1) -> bool:
-        """Whether a chunk of so many bytes and parts may be claimed while this batch waits (see :class:`Outlet`)."""
+    def has_room(self, *chunks: tuple[Outlet, int, int]) -> bool:
+        """Whether chunks may be claimed while this batch waits (see :class:`Outlet`).
+
+        Args:
+            *chunks: of each its outlet, of which there is no other among them, its bytes and its parts.
+        """
         return (
-            self._costs.get(outlet, 0) + outlet.cost(nbytes) <= outlet.budget
-            and len(self.chunks) < MOST_CHUNKS
-            and self._part_count + parts <= MOST_PARTS
+            all(self._costs.get(outlet, 0) + outlet.cost(nbytes) <= outlet.budget for outlet, nbytes, _ in chunks)
+            and len(self.chunks) + len(chunks) <= MOST_CHUNKS
+            and self._part_count + sum(parts for _, _, parts in chunks) <= MOST_PARTS
         )
 
     def add_chunk(
@@ -69,11 +76,24 @@ class Batch:
         )  # fmt: skip
 
     def add_memory(
-        self, addresses: list[int], files: np.ndarray, sizes: np.ndarray, places: np.ndarray, keep: object
+        self, addresses: Sequence[int], files: np.ndarray, sizes: np.ndarray, places: np.ndarray, keep: object
     ) -> None:
-        """Adds runs of bytes where they are in host memory, which belongs to ``keep``."""
-        part = np.empty(len(files), PART)
-        part["address"], part["bytes"], part["offset"], part["file"] = addresses, sizes, places, files
+        """Adds runs of bytes where they are in host memory, which belongs to ``keep``.
+
+        Long ones in several parts: between parts a writer hears that they are given up.
+        """
+        where = np.array(addresses, np.uint64)
+        if int(sizes.max()) > LONGEST_PART:
+            cuts = [
+                (address + first, place + first, file, min(size - first, LONGEST_PART))
+                for address, place, file, size in zip(
+                    addresses, places.tolist(), files.tolist(), sizes.tolist(), strict=True
+                )
+                for first in range(0, size, LONGEST_PART)
+            ]
+            where, places, files, sizes = (np.array(column, np.uint64) for column in zip(*cuts, strict=True))
+        part = np.empty(len(where), PART)
+        part["address"], part["bytes"], part["offset"], part["file"] = where, sizes, places, files
         part["chunk"] = 0
         self.keep.append(keep)
         self._add(part, int(sizes.sum()))

@@ -89,7 +89,7 @@ def append_save(
         except RowsLost as lost:
             raise session.fail(lost) from lost.__cause__
         finally:
-            uninterrupted(session.close)
+            uninterrupted(session.close, always=True)
     return count
 
 

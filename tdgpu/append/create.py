@@ -42,6 +42,9 @@ def create_empty(prefix: str | os.PathLike[str], example_row: Any, *, durable: b
         if os.path.lexists(path) and (not os.path.isdir(path) or os.listdir(path)):
             raise SaveExists("There is something else than a saved directory already.", file=path)
         parent = os.path.dirname(path)
+        above = [parent]
+        while not os.path.isdir(above[-1]):
+            above.append(os.path.dirname(above[-1]))
         os.makedirs(parent, exist_ok=True)
         directory = tempfile.mkdtemp(prefix=".tdgpu-", dir=parent)
         try:
@@ -58,8 +61,8 @@ def create_empty(prefix: str | os.PathLike[str], example_row: Any, *, durable: b
                 # Another process was faster; what it has made is looked at below.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            if durable:
-                sync_directory(parent)
+            for directory_above in above if durable else ():
+                sync_directory(directory_above)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
     _check(path, rows)

@@ -70,7 +70,7 @@ def append_memmap(prefix: str | os.PathLike[str], rows: Any, *, allow_pickle: bo
     except RowsLost as lost:
         raise session.fail(lost) from lost.__cause__
     finally:
-        uninterrupted(session.close)
+        uninterrupted(session.close, always=True)
 
 
 def recover_memmap(prefix: str | os.PathLike[str]) -> RecoveryReport:
@@ -111,4 +111,4 @@ def recover_memmap(prefix: str | os.PathLike[str]) -> RecoveryReport:
         report: RecoveryReport = uninterrupted(lambda: commit.recover(path))
         return report
     finally:
-        lock.release()
+        uninterrupted(lock.release, always=True)

@@ -43,10 +43,11 @@ class Snapshot(NamedTuple):
 
 
 class _Undo(NamedTuple):
-    """How things were before a call: rows, stores so far, the batch, and the last chunk of each outlet."""
+    """How things were before a call: rows, stores under way, the batch, and the last chunk of each outlet."""
 
     rows: int
-    stores: int
+    stores: tuple[outgoing.Store, ...]
+    in_batch: Batch
     batch: tuple[int, int, int]
     chunks: dict[torch.device, int]
 
@@ -102,15 +103,15 @@ class Session:
             self.files = outgoing.Files([leaf.file for leaf in self.growing.leaves], self._row_nbytes, _most_open())
             self._open_files()
         except BaseException:
-            self._lock.release()
+            uninterrupted(self._lock.release, always=True)
             raise
         self.rows = self.growing.rows
         self.failed: AppendError | None = None
+        self._loss: Exception | None = None  # why rows are lost, whoever has been told
         self._reserved = self.rows  # rows that there is space for
         self._batch = Batch()
-        # What the writers have, oldest first, numbered from the beginning; what is written is let go.
+        # What the writers have, oldest first; what is written is let go.
         self._stores: collections.deque[outgoing.Store] = collections.deque()
-        self._stores_gone = 0
         self._stager = Stager(self.growing)
         self._undo: _Undo | None = None
         self._is_closed = False
@@ -175,19 +176,22 @@ class Session:
                 self.post()
             if plan.is_large:
                 self._reserve(self.rows + count)
-            self._undo = _Undo(self.rows, self._store_count(), self._batch.mark(), self._stager.mark())
+            self._undo = _Undo(self.rows, tuple(self._stores), self._batch, self._batch.mark(), self._stager.mark())
             try:
                 self._stager.stage(plan, sizes, places, self._batch, self._post_batch)
                 if plan.in_place:
+                    batch = self._batch
                     self._post_batch()
-                    if not in_place:
-                        self._wait(self._stores_since(self._undo.stores))
+                    if not in_place and batch.store is not None:
+                        self._wait([batch.store])
                 self.rows += count
                 self._undo = None
             except BaseException as error:
-                uninterrupted(self._repair)
+                uninterrupted(self._repair, always=True)
                 if isinstance(error, RowsLost) and error.__cause__ is not None:
                     raise error.__cause__ from None
+                if isinstance(error, TdgpuError) and error.save is None:
+                    error.save = self.prefix
                 raise
 
     def put(self, data: memoryview, leaf: int, place: int) -> None:
@@ -204,14 +208,12 @@ class Session:
         self._settle_batch()
         undo = self._undo
         if undo is not None:
-            posted = self._stores_since(undo.stores)
-            was_posted = self._store_count() > undo.stores
-            self._batch.take_back(_NOTHING if was_posted else undo.batch)
+            posted = [store for store in self._stores if store not in undo.stores]
+            # If the batch has been posted in between, all of the present one is this call's.
+            self._batch.take_back(undo.batch if self._batch is undo.in_batch else _NOTHING)
             _give_up(posted)
             self._stager.take_back(undo.chunks)
-            for _ in posted:
-                self._stores.pop()
-            self._stores_gone = undo.stores - len(self._stores)
+            self._stores = collections.deque(store for store in self._stores if store in undo.stores)
             self.rows = undo.rows
             self._undo = None
 
@@ -226,6 +228,8 @@ class Session:
         """Gives the batch to the writers; returns the next one."""
         batch = self._batch
         if batch.parts:
+            # Rows of earlier calls must not be in a store that this call may take back.
+            assert self._undo is None or self._undo.in_batch is not batch or self._undo.batch == _NOTHING
             batch.store = outgoing.Store((batch.keep, batch.chunks))
             outlets.writers().post(self.files, batch.in_order(), batch.chunks, batch.store)
             self._settle_batch()
@@ -240,18 +244,10 @@ class Session:
                 self._stores.append(store)
             self._batch = Batch()
 
-    def _store_count(self) -> int:
-        return self._stores_gone + len(self._stores)
-
-    def _stores_since(self, count: int) -> list[outgoing.Store]:
-        """Those that are not known to be written, of all but the first ``count``."""
-        return list(self._stores)[max(0, count - self._stores_gone) :]
-
     def release(self) -> None:
         """Lets go of what is written, and of rows that are copied."""
         while self._stores and self._stores[0].is_over_and_well():
             self._stores.popleft()
-            self._stores_gone += 1
         self._stager.release()
 
     def _reserve(self, rows: int) -> None:
@@ -287,6 +283,8 @@ class Session:
     def snapshot(self) -> Snapshot:
         """All rows that are staged now, on their way to the disk. Raises AppendError as ``post``."""
         self._repair()
+        if self._loss is not None:
+            raise RowsLost from self._loss
         self.post()
         self.release()
         return Snapshot(self.rows, tuple(self._stores))
@@ -299,7 +297,11 @@ class Session:
             AppendError: the metadata could not be written. The rows are on the disk, and can be committed later. Or, as
                 the message then says, they are committed.
         """
-        self._wait(snapshot.stores)
+        try:
+            self._wait(snapshot.stores)
+        except RowsLost as lost:
+            self._loss = self._loss or lost.__cause__  # type: ignore[assignment]
+            raise
         uninterrupted(lambda: self._commit(snapshot.rows))
 
     def _wait(self, stores: Sequence[outgoing.Store]) -> None:
@@ -320,14 +322,17 @@ class Session:
                 raise RowsLost from self._file_error(cause, "Rows could not be written", report.wanted, report.found)
 
     def _commit(self, rows: int) -> None:
-        if rows == self.growing.rows and not self.growing.is_unfinished:
-            return
+        if rows <= self.growing.rows and not self.growing.is_unfinished:
+            return  # somebody else has committed them, and perhaps more
+        if self._loss is not None:
+            raise RowsLost from self._loss
         if self.durable:
             try:
                 self.files.sync()
             except FileError as error:
                 # It is not tried again: the system may then say that all is well although the bytes are lost.
-                raise RowsLost from self._file_error(error, "Rows could not be brought to the disk")
+                self._loss = self._file_error(error, "Rows could not be brought to the disk")
+                raise RowsLost from self._loss
         commit.advance(self.growing, rows, durable=self.durable)
 
     def fail(self, lost: RowsLost) -> AppendError:
@@ -350,7 +355,7 @@ class Session:
     def take_back(self) -> None:
         """Forgets what is not committed, and gives the files their committed size (or that with which they were found,
         if it is more)."""
-        self._undo = _Undo(self.growing.rows, 0, _NOTHING, self._stager.mark(all_chunks=True))
+        self._undo = _Undo(self.growing.rows, (), self._batch, _NOTHING, self._stager.mark(all_chunks=True))
         self._repair()
         with contextlib.suppress(FileError):
             self.files.cut_back(self.growing.rows)
@@ -360,13 +365,13 @@ class Session:
         """Ends everything; what is not committed is forgotten. May be called again."""
         if self._is_closed:
             return
-        self._is_closed = True
         try:
             if self._undo or self.rows != self.growing.rows or self._reserved != self.growing.rows:
                 self.take_back()
             self._stager.close(well=self.failed is None)
             self.files.close()
         finally:
+            self._is_closed = True
             self._lock.release()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
@@ -23,6 +22,18 @@ class _Job:
         """Whether the caller is the first to ask: either the thread runs the job, or nobody does."""
         return self._claim.acquire(blocking=False)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether somebody has claimed it."""
+        return self._claim.locked()
+
+    def start(self) -> None:
+        """Has a thread run it. May be called again: only one of the threads does."""
+        try:
+            threading.Thread(target=self.run, name="tdgpu-commit", daemon=True).start()
+        except RuntimeError:  # no threads any more: the interpreter ends, or the system has no more of them
+            self.run()
+
     def run(self) -> None:
         if self.claim():
             try:
@@ -32,11 +43,15 @@ class _Job:
             self.done.set()
 
 
-def uninterrupted(function: Callable[[], Any]) -> Any:
+def uninterrupted(function: Callable[[], Any], *, always: bool = False) -> Any:
     """Calls ``function`` so that it runs to its end or not at all, whatever signal handlers raise meanwhile.
 
     Python runs signal handlers, such as that of Ctrl-C, in the main thread only. So there the function is called in
     another thread; what a handler raises is raised once the function has ended, or at once if it has not begun.
+
+    Args:
+        function: what to call.
+        always: it runs also if an interrupt comes before it has begun.
 
     >>> uninterrupted(lambda: 3)
     3
@@ -45,18 +60,18 @@ def uninterrupted(function: Callable[[], Any]) -> Any:
         return function()
     context = contextvars.copy_context()
     job = _Job(lambda: context.run(function))
-    try:
+    interrupt: BaseException | None = None
+    while not job.done.is_set():
         try:
-            threading.Thread(target=job.run, name="tdgpu-commit", daemon=True).start()
-        except RuntimeError:  # no threads any more: the interpreter ends, or the system has no more of them
-            job.run()
-        job.done.wait()
-    except BaseException:
-        if not job.claim():
-            while not job.done.is_set():
-                with contextlib.suppress(BaseException):
-                    job.done.wait()
-        raise
+            if interrupt is not None and not always and job.claim():
+                break  # nobody has begun, and nobody will
+            if not job.has_begun:
+                job.start()
+            job.done.wait()
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt from job.error
     if job.error is not None:
         raise job.error
     return job.result

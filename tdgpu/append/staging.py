@@ -141,10 +141,9 @@ class Stager:
     def fits(self, batch: Batch, plan: StagePlan, nbytes: int) -> bool:
         """Whether a plan that is not large finds room in a batch. ``nbytes``: of all of its tensors."""
         if plan.whole is not None:
-            return batch.has_room(self._outlet(plan.whole), nbytes, len(plan.tensors))
-        return all(
-            batch.has_room(self._outlet(place), ways.packed_nbytes, len(ways.packed))
-            for place, ways in plan.ways.items()
+            return batch.has_room((self._outlet(plan.whole), nbytes, len(plan.tensors)))
+        return batch.has_room(
+            *((self._outlet(place), ways.packed_nbytes, len(ways.packed)) for place, ways in plan.ways.items())
         )
 
     def _outlet(self, place: torch.device) -> Outlet:
@@ -179,7 +178,7 @@ class Stager:
             for groups_of_chunk in self._in_chunks(ways, sizes, outlet.largest):
                 files = np.array([number for group in groups_of_chunk for number in group], np.uint32)
                 nbytes = int(sizes[files].sum())
-                if not batch.has_room(outlet, nbytes, len(files)):
+                if not batch.has_room((outlet, nbytes, len(files))):
                     batch = post()
                 staged = outlet.pack([[plan.tensors[number] for number in group] for group in groups_of_chunk], nbytes)
                 batch.add_chunk(outlet, staged, files, sizes[files], places[files])
@@ -187,11 +186,12 @@ class Stager:
                 place = int(places[number])
                 for window in outlet.windows(plan.tensors[number]):
                     nbytes = window.numel() * window.dtype.itemsize
-                    if not batch.has_room(outlet, nbytes):
+                    if not batch.has_room((outlet, nbytes, 1)):
                         batch = post()
                     batch.add_run(outlet, outlet.stage(window, nbytes), number, place)
                     place += nbytes
         if plan.in_place:
+            batch = post()  # a store of their own, for which nobody has to wait for a device
             files = np.array(plan.in_place, np.uint32)
             there = [plan.tensors[number] for number in plan.in_place]
             batch.add_memory([tensor.data_ptr() for tensor in there], files, sizes[files], places[files], there)
@@ -217,7 +217,7 @@ class Stager:
         assert isinstance(outlet, HostOutlet)
         for first in range(0, len(data), outlet.largest):
             part = data[first : first + outlet.largest]
-            if not batch.has_room(outlet, len(part)):
+            if not batch.has_room((outlet, len(part), 1)):
                 batch = post()
             batch.add_run(outlet, outlet.put(part), number, place + first)
 
@@ -231,8 +231,7 @@ class Stager:
     def release(self) -> None:
         """Lets go of the rows whose copies are over."""
         for outlet in self._outlets.values():
-            with contextlib.suppress(TransferError):  # a broken device says so when something is wanted of it
-                outlet.release()
+            outlet.release()
 
     def mark(self, *, all_chunks: bool = False) -> dict[torch.device, int]:
         """The last chunk of each outlet so far; or where each began, if all of its chunks are meant."""

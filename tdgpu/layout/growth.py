@@ -19,6 +19,7 @@ from tensordict import (
     is_tensor_collection,
     is_tensorclass,
 )
+from torch._subclasses import FakeTensor
 
 from tdgpu.errors import InvalidArgument, InvalidArgumentType, TdgpuError
 from tdgpu.layout import collector, keys
@@ -403,8 +404,11 @@ def _tensor(plan: _Plan, entries: dict[str, Any], key: str, dtype: torch.dtype, 
         value = _from_array(plan, key, value.data)
     if not isinstance(value, torch.Tensor) or is_tensor_collection(value):
         raise plan.error(key, f"A {type(value).__name__} cannot be added to a saved tensor.")
-    if value.is_nested or value.layout is not torch.strided:
+    is_made_of_others = hasattr(value, "__tensor_flatten__") or hasattr(value, "full_tensor")
+    if value.is_nested or value.layout is not torch.strided or is_made_of_others or isinstance(value, FakeTensor):
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        if is_made_of_others or isinstance(value, FakeTensor):
+            kind = f"a {type(value).__name__}, without bytes of its own,"
         raise plan.error(key, f"A tensor that is {kind} cannot be added to a saved tensor.")
     if value.dtype is not dtype or value.shape != shape:
         raise plan.error(

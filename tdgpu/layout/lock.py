@@ -97,16 +97,16 @@ class WriterLock:
 
     def release(self) -> None:
         """Gives the right back. May be called again; in a forked child it does nothing, for the parent still has it."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor = self._descriptor
         if descriptor < 0 or self._owner != os.getpid():
             return
+        # First of all, and said aloud: an interrupt may come in between, and closing alone would not do while a process
+        # that is just being started has a copy.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         _descriptors.discard(descriptor)
-        try:
-            # Said aloud: closing alone would not do while a process that is just being started has a copy.
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        finally:
-            os.close(descriptor)
+        self._descriptor = -1
+        os.close(descriptor)
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:

@@ -42,7 +42,8 @@ declare(
         "tdgpu_outlet_copy": (c_int, c_void_p, c_uint32, c_uint64, c_uint64, c_uint64),
         "tdgpu_outlet_order": (c_int, c_void_p, c_uint64),
         "tdgpu_outlet_settle": (c_int, c_void_p),
-        "tdgpu_outlet_wait_copied": (c_int, c_void_p, c_uint32, c_int64, POINTER(c_int)),
+        "tdgpu_outlet_wait_copied": (c_int, c_void_p, c_uint32, c_int64),
+        "tdgpu_outlet_check": (c_int, c_void_p),
         "tdgpu_outlet_wait_free": (c_int, c_void_p, c_uint32, c_int64),
         "tdgpu_outlet_set_copied": (None, c_void_p, c_uint32),
         "tdgpu_outlet_last_chunk": (c_uint32, c_void_p),
@@ -216,11 +217,12 @@ class NativeOutlet:
         check(core().tdgpu_outlet_settle(self.handle), "Rows cannot be copied")
 
     def wait_copied(self, chunk: int, milliseconds: int = SLICE_MS) -> bool:
-        """Whether the copies up to this chunk's are over. Raises DeviceError if the device has broken down."""
-        copied = c_int()
-        cause = core().tdgpu_outlet_wait_copied(self.handle, chunk, milliseconds, byref(copied))
-        check(cause, "Waiting for the copies of rows failed")
-        return bool(copied.value)
+        """Whether the copies up to this chunk's are over."""
+        return bool(core().tdgpu_outlet_wait_copied(self.handle, chunk, milliseconds))
+
+    def check(self) -> None:
+        """Raises DeviceError if copies are under way and will not end, because the device has broken down."""
+        check(core().tdgpu_outlet_check(self.handle), "Waiting for the copies of rows failed")
 
     def wait_free(self, chunk: int, milliseconds: int = SLICE_MS) -> bool:
         """Whether the chunk's place may be written by the caller."""

@@ -45,6 +45,12 @@ def bytewise(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return [tensor.view(torch.uint8) for tensor in tensors]
 
 
+def _settings() -> tuple[object, ...]:
+    """The options that an outlet depends on."""
+    settings = get_options()
+    return settings.path, settings.ring_bytes, settings.chunk_bytes
+
+
 def _packed(groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     """The bytes of all tensors, on their device: one or two kernels, however many tensors there are."""
     packed = [torch.stack(list(bytewise(group))).view(-1).view(torch.uint8) for group in groups]
@@ -62,7 +68,7 @@ class Outlet(abc.ABC):
         self.device = device
         self.native = native
         self.first = native.last_chunk()
-        self.path = get_options().path
+        self.made_for = _settings()
         self.budget = native.ring_bytes // 4
         self.largest = max(4096, min(get_options().chunk_bytes, self.budget) // 4096 * 4096)
         # Tensors that copies still read, with the chunk of the last one.
@@ -98,7 +104,7 @@ class Outlet(abc.ABC):
 
     def check(self) -> None:
         """Raises DeviceError if the device has broken down and copies will not end."""
-        self.native.wait_copied(self.native.last_chunk(), 0)
+        self.native.check()
 
     def take_back(self, chunk: int) -> None:
         """Chunks after this one will not be written. Copies to them may go on; what they read is held."""
@@ -247,7 +253,8 @@ class TorchOutlet(Outlet):
     def _copy(self, source: Callable[[], torch.Tensor], nbytes: int) -> Staged:
         chunk, address = self.native.claim(nbytes)
         while not self.native.wait_free(chunk, 1):
-            self._retire()
+            with self._errors():
+                self._retire()
         first = address - self._memory.data_ptr()
         with self._errors(), streams.current_device_kept(), streams.on(self._side, self.device):
             made = source()
@@ -268,9 +275,6 @@ class TorchOutlet(Outlet):
     def end(self) -> None:
         with self._errors():
             self._retire(wait=True)
-
-    def check(self) -> None:
-        pass  # the host has waited for the copies
 
     def take_back(self, chunk: int) -> None:
         try:
@@ -335,7 +339,7 @@ def take(device: torch.device) -> Outlet:
     except IndexError:
         pass
     else:
-        if kept.path == settings.path:
+        if kept.made_for == _settings():
             kept.first = kept.native.last_chunk()
             return kept
         kept.native.close(CLOSE_MS)
