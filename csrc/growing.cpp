@@ -101,6 +101,7 @@ int GrowingFiles::open(uint32_t index, int& descriptor, bool& is_kept) {
         file.was_opened = true;
         file.inode = status.st_ino;
         file.found_bytes = uint64_t(status.st_size);
+        file.has_other_names = status.st_nlink > 1;
         file.allocated_end = end_of_space(status);
     }
     if (open_count_.fetch_add(1) < most_open_) {
@@ -113,7 +114,6 @@ int GrowingFiles::open(uint32_t index, int& descriptor, bool& is_kept) {
 }
 
 FileFailure GrowingFiles::open_all(uint64_t rows, uint64_t& found) {
-    std::set<ino_t> seen;
     for (uint32_t i = 0; i < count(); i++) {
         Use use(*this, i);
         if (use.error() == ENOENT && rows == 0) {
@@ -123,8 +123,7 @@ FileFailure GrowingFiles::open_all(uint64_t rows, uint64_t& found) {
         if (use.error()) return {i, use.error()};
         found = files_[i].found_bytes;
         if (found < rows * leaves_[i].row_bytes) return {i, EINVAL};
-        // All of them are in one save, and so on one file system, or else they are not the same.
-        if (!seen.insert(files_[i].inode).second) return {i, EMLINK};
+        if (files_[i].has_other_names) return {i, EMLINK};
     }
     return {};
 }

@@ -37,8 +37,8 @@ public:
     GrowingFiles(std::vector<Leaf> leaves, uint32_t most_open);
 
     // Opens all files and looks at them, before anything is changed: each must be a regular file, not a link, of at
-    // least so many rows; without rows, it may be missing. EINVAL: it is too short, `found` bytes. EMLINK: another leaf
-    // has the same file.
+    // least so many rows; without rows, it may be missing. EINVAL: it is too short, `found` bytes. EMLINK: it has
+    // another name, in this save or elsewhere.
     FileFailure open_all(uint64_t rows, uint64_t& found);
     ~GrowingFiles() { close(); }
     GrowingFiles(const GrowingFiles&) = delete;
@@ -70,6 +70,7 @@ private:
         bool name_is_new = false;  // made, and its directory is not synced
         bool was_opened = false;
         ino_t inode = 0;
+        bool has_other_names = false;
         uint64_t found_bytes = 0;    // its size when it was first opened
         uint64_t allocated_end = 0;  // up to here there is space on the disk
         bool may_be_made = false;

@@ -339,7 +339,10 @@ void files_are_looked_at_before_anything_is_changed() {
     FileFailure failure = opened(targets[1].path, 2, found);
     assert(failure.file == 1 && failure.error == EINVAL && found == 7);
     assert(opened(targets[1].path, 1, found).error == 0);
-    assert(opened(targets[0].path, 1, found).error == EMLINK);
+    const std::string other = targets[1].path + ".other";
+    assert(link(targets[1].path.c_str(), other.c_str()) == 0);
+    assert(opened(targets[1].path, 1, found).error == EMLINK && opened(other, 1, found).error == EMLINK);
+    unlink(other.c_str());
     assert(opened(targets[1].path + ".none", 1, found).error == ENOENT);
     assert(opened("/tmp", 0, found).error == EISDIR);
     const std::string link = targets[1].path + ".link";

@@ -2,7 +2,6 @@
 
 session    one save, locked, with its files open: rows are staged, written, committed, or taken back
 batch      staged rows that have not been given to the writers
-signals    what no signal handler may interrupt
 once       append_memmap, recover_memmap
 appender   MemmapAppender
 create     the save that an appender begins with

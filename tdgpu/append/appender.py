@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
+import queue
 import threading
 import time
 import warnings
@@ -14,10 +16,10 @@ from typing import Any
 
 from tdgpu.append.create import create_empty
 from tdgpu.append.session import RowsLost, Session, Snapshot
-from tdgpu.append.signals import uninterrupted
 from tdgpu.errors import AppendError, ForkError, InvalidArgument, InvalidArgumentType
 from tdgpu.layout.growth import match
 from tdgpu.options import get as get_options
+from tdgpu.signals import Background, uninterrupted
 
 __all__ = ["MemmapAppender"]
 
@@ -80,9 +82,19 @@ class MemmapAppender:
         allow_pickle: bool | None = None,
     ) -> None:
         settings = get_options()
-        for name, value in (("flush_rows", flush_rows), ("flush_bytes", flush_bytes), ("flush_seconds", flush_seconds)):
-            if value is not None and not value > 0:
-                raise InvalidArgument(f"{name} must be more than 0, or None, got {value!r}.")
+        for name, value, kind, least in (
+            ("flush_rows", flush_rows, int, 1),
+            ("flush_bytes", flush_bytes, int, 1),
+            ("flush_seconds", flush_seconds, (int, float), 0),
+            ("timeout", timeout, (int, float), 0),
+        ):
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                what = "a whole number" if kind is int else "a number"
+                raise InvalidArgumentType(f"{name} must be {what} or None, got {value!r}.")
+            if value is not None and not value >= least:
+                raise InvalidArgument(f"{name} must be at least {least}, or None, got {value!r}.")
+        if durable is not None and not isinstance(durable, bool):
+            raise InvalidArgumentType(f"durable must be a bool or None, got {durable!r}.")
         if allow_pickle is not None and not isinstance(allow_pickle, bool):
             raise InvalidArgumentType(f"allow_pickle must be a bool or None, got {allow_pickle!r}.")
         self._process = os.getpid()
@@ -103,14 +115,12 @@ class MemmapAppender:
         self._failure_was_told = False
         self._closing = False
         self._oldest: float | None = None  # when the oldest pending row was appended
-        self._due = threading.Event()
-        self._thread: threading.Thread | None = None
+        # What wakes the background: anything. (An event would not survive an interrupt at the wrong moment.)
+        self._due: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread: Background | None = None
         self._closed = False
         if flush_rows or flush_bytes or flush_seconds:
-            self._thread = threading.Thread(
-                target=_commit_when_due, args=(weakref.ref(self), self._due), name="tdgpu-append", daemon=True
-            )
-            self._thread.start()
+            self._thread = Background(_commit_when_due, weakref.ref(self), self._due)
         _open.add(self)
 
     @classmethod
@@ -216,9 +226,13 @@ class MemmapAppender:
     def _usable(self) -> Session:
         if self._closed or self._closing:
             raise InvalidArgument("This appender is closed.", save=self._session.prefix)
-        error, self._error = self._session.failed or self._error, None
-        if error is not None:
+        if self._session.failed is not None:
             self._failure_was_told = True
+            raise self._session.failed
+        error, self._error = self._error, None
+        if error is not None:
+            if isinstance(error, AppendError):
+                error.message += f" (In the background. This call has done nothing; {self.pending} rows are pending.)"
             raise error
         return self._session
 
@@ -234,13 +248,17 @@ class MemmapAppender:
     def _append(self, rows: Any) -> None:
         session = self._usable()
         count, tensors = match(session.growing, rows)
-        session.stage(count, tensors, in_place=False)
+        try:
+            session.stage(count, tensors, in_place=False)
+        except AppendError as error:
+            error.message += f" These rows were not taken; {self.pending} others are pending."
+            raise
         if count and self._oldest is None:
             self._oldest = time.monotonic()
             if self._flush_seconds is not None:
-                self._due.set()
+                self._due.put(None)
         if self._is_due():
-            self._due.set()
+            self._due.put(None)
 
     def _commit(self, *, closing: bool = False) -> None:
         self._committing.run(self._commit_alone, closing)
@@ -250,7 +268,7 @@ class MemmapAppender:
             self._session.finish(self._lock.run(self._begin_commit, closing))
         except RowsLost as lost:
             error = self._lock.run(self._session.fail, lost)
-            self._failure_was_told = threading.current_thread() is not self._thread
+            self._failure_was_told = self._thread is None or self._thread.ident != threading.get_ident()
             raise error from lost.__cause__
         except BaseException:
             if self.pending and self._oldest is None:
@@ -273,16 +291,28 @@ class MemmapAppender:
         was_told = self._failure_was_told
         try:
             self._commit(closing=True)
-        except AppendError:
-            if self._session.failed is None or not was_told:
-                raise
+        except AppendError as error:
+            if self._session.failed is None:
+                self._keep_what_is_written(error)
+            elif was_told:
+                return
+            raise
         finally:
-            self._due.set()
-            if self._thread is not None and self._thread is not threading.current_thread():
+            self._due.put(None)
+            if self._thread is not None:
                 self._thread.join()
             self._committing.run(self._lock.run, self._session.close)
             self._closed = True
             _open.discard(self)
+
+    def _keep_what_is_written(self, error: AppendError) -> None:
+        """At the end, commits at least the rows that the disk had room for; the error says what became of the rest."""
+        with contextlib.suppress(AppendError, RowsLost):
+            self._session.finish(self._lock.run(lambda: self._session.snapshot(posted_only=True)))
+        error.message += f" {self.pending} rows that were pending are lost; {len(self)} are committed."
+
+    def __reduce__(self) -> Any:
+        raise InvalidArgumentType("An appender cannot be copied or sent to another process.")
 
 
 class _Turn:
@@ -314,15 +344,17 @@ class _Turn:
                 self._owner = None
 
 
-def _commit_when_due(reference: weakref.ref[MemmapAppender], due: threading.Event) -> None:
+def _commit_when_due(reference: weakref.ref[MemmapAppender], due: queue.SimpleQueue[None]) -> None:
     """The thread of an appender that commits in the background. It does not keep the appender."""
     wait: float | None = None
     failed_at = -math.inf
     while True:
-        due.wait(wait)
-        due.clear()
+        with contextlib.suppress(queue.Empty):
+            due.get(timeout=wait)
+            while True:
+                due.get_nowait()
         appender = reference()
-        if appender is None or appender._closing or appender._session.failed is not None:
+        if appender is None or appender._closing:
             return
         if appender._is_due():
             try:
@@ -330,6 +362,8 @@ def _commit_when_due(reference: weakref.ref[MemmapAppender], due: threading.Even
             except Exception as error:
                 appender._error = error
                 failed_at = time.monotonic()
+        if appender._session.failed is not None:
+            return
         oldest, seconds = appender._oldest, appender._flush_seconds
         wait = None
         if oldest is not None and seconds is not None:

@@ -8,7 +8,6 @@ import os
 import torch
 
 from tdgpu.append.session import RowsLost, Session
-from tdgpu.append.signals import uninterrupted
 from tdgpu.errors import InvalidArgument
 from tdgpu.layout import objects, reader
 from tdgpu.layout.assemble import assemble
@@ -17,6 +16,7 @@ from tdgpu.layout.placeholders import Placeholders
 from tdgpu.layout.rows import check, narrow
 from tdgpu.layout.save import Save
 from tdgpu.options import get as get_options
+from tdgpu.signals import uninterrupted
 from tdgpu.transfer import host
 from tdgpu.transfer.progress import bar
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import tempfile
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from tensordict import is_tensor_collection
 
-from tdgpu.errors import InvalidArgumentType, SaveExists
+from tdgpu.errors import AppendError, InvalidArgument, InvalidArgumentType, SaveExists, TdgpuError
 from tdgpu.layout import objects, reader
 from tdgpu.layout.commit import sync_directory
-from tdgpu.layout.growth import growing, match
+from tdgpu.layout.growth import Growing, growing, match
+from tdgpu.layout.tree import Kind
 
 __all__ = ["create_empty"]
 
@@ -37,7 +39,7 @@ def create_empty(prefix: str | os.PathLike[str], example_row: Any, *, durable: b
     if not is_tensor_collection(example_row):
         raise InvalidArgumentType(f"example_row must be a tensor collection, not a {type(example_row).__name__}.")
     path = os.path.abspath(os.fspath(prefix))
-    rows = example_row if example_row.batch_dims else example_row.unsqueeze(0)
+    like = example_row[:1] if example_row.batch_dims else example_row
     if not os.path.exists(os.path.join(path, "meta.json")):
         if os.path.lexists(path) and (not os.path.isdir(path) or os.listdir(path)):
             raise SaveExists("There is something else than a saved directory already.", file=path)
@@ -45,14 +47,17 @@ def create_empty(prefix: str | os.PathLike[str], example_row: Any, *, durable: b
         above = [parent]
         while not os.path.isdir(above[-1]):
             above.append(os.path.dirname(above[-1]))
-        os.makedirs(parent, exist_ok=True)
-        directory = tempfile.mkdtemp(prefix=".tdgpu-", dir=parent)
+        try:
+            os.makedirs(parent, exist_ok=True)
+            directory = tempfile.mkdtemp(prefix=".tdgpu-", dir=parent)
+        except OSError as error:
+            raise _refused(error, path) from error
         try:
             save = os.path.join(directory, "save")
-            # Of the structure alone: a device has nothing to do with it.
             with torch.no_grad():
-                rows[:0].detach().cpu().memmap(save)
-            _check(save, rows)
+                like.detach().cpu().memmap(save)
+            _take_rows_away(save, has_rows=bool(example_row.batch_dims))
+            _check(save)
             if durable:
                 _sync(save)
             try:
@@ -63,16 +68,54 @@ def create_empty(prefix: str | os.PathLike[str], example_row: Any, *, durable: b
                     raise
             for directory_above in above if durable else ():
                 sync_directory(directory_above)
+        except OSError as error:
+            if isinstance(error, TdgpuError):
+                raise
+            raise _refused(error, path) from error
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-    _check(path, rows)
+    found = _check(path)
+    if example_row.batch_dims:
+        match(found, example_row)
 
 
-def _check(path: str, rows: Any) -> None:
+def _refused(error: OSError, path: str) -> OSError:
+    """The error for the save that could not be made, rather than for the hidden directory that it was made in."""
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return PermissionError(error.errno, f"The save cannot be made here: {error.strerror}", path)
+    return AppendError(f"The save cannot be made: {error.strerror or error}.", code=error.errno, save=path)
+
+
+def _take_rows_away(save: str, *, has_rows: bool) -> None:
+    """Makes a save of one row one of none: with the dimension of rows if it has it, or before the dimensions it has."""
+
+    def emptied(shape: list[int]) -> list[int]:
+        return [0, *shape[1:]] if has_rows else [0, *shape]
+
+    for level in reader.read(save).root.walk():
+        for leaf in level.leaves.values():
+            if leaf.is_nested:
+                raise InvalidArgument("A nested tensor cannot grow.", save=save, key=leaf.key)
+            if leaf.extent is not None:
+                os.unlink(leaf.extent.file)
+        if level.kind is not Kind.TENSORDICT:
+            continue
+        meta = {
+            key: {**entry, "shape": emptied(entry["shape"])} if key in level.leaves else entry
+            for key, entry in level.meta.items()
+        }
+        meta["shape"] = emptied(level.meta["shape"])
+        if not has_rows and isinstance(meta.get("_names"), list):
+            meta["_names"] = [None, *meta["_names"]]
+        with open(os.path.join(level.path, "meta.json"), "w", encoding="utf-8") as file:
+            json.dump(meta, file)
+
+
+def _check(path: str) -> Growing:
     save = reader.read(path)
     with contextlib.closing(save):
         objects.resolve(save, True)
-        match(growing(save), rows)
+        return growing(save)
 
 
 def _sync(directory: str) -> None:

@@ -6,13 +6,13 @@ import os
 from typing import Any
 
 from tdgpu.append.session import RowsLost, Session
-from tdgpu.append.signals import uninterrupted
 from tdgpu.errors import InvalidArgument, InvalidArgumentType
 from tdgpu.layout import commit
 from tdgpu.layout.commit import RecoveryReport
 from tdgpu.layout.growth import match
 from tdgpu.layout.lock import WriterLock
 from tdgpu.options import get as get_options
+from tdgpu.signals import uninterrupted
 
 __all__ = ["append_memmap", "recover_memmap"]
 
@@ -38,9 +38,10 @@ def append_memmap(prefix: str | os.PathLike[str], rows: Any, *, allow_pickle: bo
             as in :func:`tdgpu.load_memmap`.
 
     Raises:
-        InvalidArgument: ``prefix`` is no saved directory, the save cannot grow (an archive, a lazy stack, a nested
-            tensor, a stack of non-tensors), the rows do not fit, or a file of the save is a symbolic link (a
-            ValueError). Nothing has been changed.
+        InvalidArgument: ``prefix`` is no directory, the save cannot grow (an archive, a lazy stack, a nested
+            tensor, a stack of non-tensors), the rows do not fit, or a file of the save is a symbolic link or has
+            a hard link (a ValueError). Nothing has been changed.
+        SaveNotFound: the directory is no save (a FileNotFoundError).
         InvalidArgumentType: ``rows`` is no tensor collection (a TypeError).
         SaveLocked: another writer did not end within the option ``lock_timeout`` (a TimeoutError); ``error.pid``.
         AppendError: no space, or a file that cannot be written (an OSError). The message says whether the rows are
@@ -77,7 +78,8 @@ def recover_memmap(prefix: str | os.PathLike[str]) -> RecoveryReport:
     """Completes or undoes what a killed append has left in a saved directory.
 
     Appends do this by themselves first, and loads show such a save as it will be then. So it is for those who want to
-    know, and for other programs that read the save. It follows tensordict's rule for its own ``append_memmap``.
+    know, and for other programs that read the save. It follows tensordict's rule for its own ``append_memmap``. Only
+    numbers of rows are looked at: :func:`tdgpu.verify_memmap` tells whether all files are there.
 
     Args:
         prefix: the saved directory.

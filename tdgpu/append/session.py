@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from tdgpu.append.batch import Batch
-from tdgpu.append.signals import uninterrupted
 from tdgpu.append.staging import Stager
 from tdgpu.errors import (
     AppendError,
@@ -29,6 +28,7 @@ from tdgpu.layout.files import Where
 from tdgpu.layout.growth import Growing, growing
 from tdgpu.layout.lock import WriterLock
 from tdgpu.layout.placeholders import fake_is_active
+from tdgpu.signals import uninterrupted
 from tdgpu.transfer import outgoing, outlets
 from tdgpu.transfer.outgoing import FileError
 
@@ -91,8 +91,10 @@ class Session:
         self.durable = durable
         if not os.path.isdir(self.prefix):
             raise InvalidArgument(
-                "Rows are appended to a directory that save or memmap wrote, and this is none. An archive cannot grow:"
-                " unpack it with unpack_memmap first.",
+                "An archive cannot grow: unpack it with unpack_memmap first."
+                if os.path.isfile(self.prefix)
+                else "Rows are appended to a directory that save or memmap wrote, and there is none here."
+                " (MemmapAppender.create makes one.)",
                 save=self.prefix,
             )
         self._lock = WriterLock(self.prefix, timeout)
@@ -109,6 +111,7 @@ class Session:
         self.failed: AppendError | None = None
         self._loss: Exception | None = None  # why rows are lost, whoever has been told
         self._reserved = self.rows  # rows that there is space for
+        self._posted = self.rows  # rows that the writers have, or had
         self._batch = Batch()
         # What the writers have, oldest first; what is written is let go.
         self._stores: collections.deque[outgoing.Store] = collections.deque()
@@ -134,7 +137,8 @@ class Session:
                 errno.ENOTSUP: "The leaf's file is no regular file: it cannot grow.",
                 errno.EISDIR: "The leaf's file is no regular file: it cannot grow.",
                 errno.ENXIO: "The leaf's file is no regular file: it cannot grow.",
-                errno.EMLINK: "Another leaf has the same file.",
+                errno.EMLINK: "The leaf's file has another name, too (a hard link), where rows would appear, too: copy"
+                " the save.",
             }.get(error.code)
             if refused is not None:
                 raise where.error(InvalidArgument, refused) from None
@@ -214,6 +218,7 @@ class Session:
             _give_up(posted)
             self._stager.take_back(undo.chunks)
             self._stores = collections.deque(store for store in self._stores if store in undo.stores)
+            self._posted = min(self._posted, undo.rows)
             self.rows = undo.rows
             self._undo = None
 
@@ -223,6 +228,7 @@ class Session:
         if self._batch.parts:
             self._reserve(self.rows)
             self._post_batch()
+        self._posted = self.rows
 
     def _post_batch(self) -> Batch:
         """Gives the batch to the writers; returns the next one."""
@@ -253,6 +259,7 @@ class Session:
     def _reserve(self, rows: int) -> None:
         if rows <= self._reserved:
             return
+        commit.check_unchanged(self.growing)  # before anything is written behind what somebody else has
         try:
             self.files.reserve(self._reserved, rows)
         except FileError as error:
@@ -280,11 +287,17 @@ class Session:
 
     # --- committing ---
 
-    def snapshot(self) -> Snapshot:
-        """All rows that are staged now, on their way to the disk. Raises AppendError as ``post``."""
+    def snapshot(self, *, posted_only: bool = False) -> Snapshot:
+        """All rows that are staged now, on their way to the disk. Raises AppendError as ``post``.
+
+        Args:
+            posted_only: only those that the writers have: there is no space for more.
+        """
         self._repair()
         if self._loss is not None:
             raise RowsLost from self._loss
+        if posted_only:
+            return Snapshot(self._posted, tuple(self._stores))
         self.post()
         self.release()
         return Snapshot(self.rows, tuple(self._stores))
@@ -357,8 +370,13 @@ class Session:
         if it is more)."""
         self._undo = _Undo(self.growing.rows, (), self._batch, _NOTHING, self._stager.mark(all_chunks=True))
         self._repair()
-        with contextlib.suppress(FileError):
-            self.files.cut_back(self.growing.rows)
+        try:
+            commit.check_unchanged(self.growing)
+        except AppendError:
+            pass  # what lies behind our rows may be those of a writer that did not ask for the lock
+        else:
+            with contextlib.suppress(FileError):
+                self.files.cut_back(self.growing.rows)
         self._reserved = self.growing.rows
 
     def close(self) -> None:

@@ -26,21 +26,6 @@ _CPU = torch.device("cpu")
 _is_cpu = attrgetter("is_cpu")
 
 
-class Group:
-    """Leaves of one dtype and row shape: one call of torch puts their rows one behind the other.
-
-    Attributes:
-        numbers: of the leaves.
-        nbytes: of one row of all of them.
-    """
-
-    __slots__ = ("nbytes", "numbers")
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.nbytes = 0
-
-
 @dataclass
 class Ways:
     """How the tensors of one call leave one place.
@@ -81,14 +66,15 @@ class Stager:
     def __init__(self, growing: Growing) -> None:
         self._growing = growing
         self._outlets: dict[torch.device, Outlet] = {}
-        groups: dict[tuple[torch.dtype, tuple[int, ...]], Group] = {}
+        # Leaves of one dtype and row shape: one call of torch puts their rows one behind the other.
+        groups: dict[tuple[torch.dtype, tuple[int, ...]], list[int]] = {}
         for number, leaf in enumerate(growing.leaves):
-            group = groups.setdefault((leaf.dtype, leaf.row_shape), Group())
-            group.numbers.append(number)
-            group.nbytes += leaf.row_nbytes
-        self._group_of = {number: group for group in groups.values() for number in group.numbers}
-        self._groups = list(groups.values())
-        self._in_groups = np.array([number for group in self._groups for number in group.numbers], np.uint32)
+            group = groups.setdefault((leaf.dtype, leaf.row_shape), [])
+            group.append(number)
+        # Those of larger elements first: then each begins where its elements are aligned.
+        self._groups = [groups[key] for key in sorted(groups, key=lambda key: -key[0].itemsize)]
+        self._group_of = {number: i for i, group in enumerate(self._groups) for number in group}
+        self._in_groups = np.array([number for group in self._groups for number in group], np.uint32)
         self._row_nbytes = growing.row_nbytes
         self._largest_row = max((leaf.row_nbytes for leaf in growing.leaves), default=0)
 
@@ -171,7 +157,7 @@ class Stager:
             outlet.begin()
         if plan.whole is not None:
             files = self._in_groups
-            groups = [[plan.tensors[number] for number in group.numbers] for group in self._groups]
+            groups = [[plan.tensors[number] for number in group] for group in self._groups]
             staged = used[0].pack(groups, int(sizes.sum()))
             batch.add_chunk(used[0], staged, files, sizes[files], places[files])
         for outlet, ways in zip(used, plan.ways.values(), strict=False):
@@ -200,7 +186,7 @@ class Stager:
 
     def _in_chunks(self, ways: Ways, sizes: np.ndarray, largest: int) -> list[list[list[int]]]:
         """The packed tensors by chunk, and within it by group."""
-        chunks: list[dict[Group, list[int]]] = []
+        chunks: list[dict[int, list[int]]] = []
         room = 0
         for number in ways.packed:
             nbytes = int(sizes[number])
@@ -209,7 +195,7 @@ class Stager:
                 room = largest
             chunks[-1].setdefault(self._group_of[number], []).append(number)
             room -= nbytes
-        return [list(chunk.values()) for chunk in chunks]
+        return [[chunk[group] for group in sorted(chunk)] for chunk in chunks]
 
     def put(self, data: memoryview, number: int, place: int, batch: Batch, post: Callable[[], Batch]) -> None:
         """Puts bytes on their way to a file."""

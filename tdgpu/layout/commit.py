@@ -69,7 +69,13 @@ def check_writable(growing: Growing) -> None:
     """Raises PermissionError if metadata cannot be replaced in one of the directories, naming it."""
     for level in growing.levels:
         if not os.access(level.directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-            raise PermissionError(errno.EACCES, "Rows cannot be appended: no files can be made here", level.directory)
+            is_read_only = os.statvfs(level.directory).f_flag & os.ST_RDONLY
+            raise PermissionError(
+                errno.EROFS if is_read_only else errno.EACCES,
+                "Rows cannot be appended: no files can be made here"
+                + (" (the file system is mounted read-only)" if is_read_only else ""),
+                level.directory,
+            )
 
 
 def advance(growing: Growing, rows: int, *, durable: bool) -> None:
@@ -91,7 +97,7 @@ def advance(growing: Growing, rows: int, *, durable: bool) -> None:
     if growing.is_unfinished:
         _finish(growing)
     top, *others = growing.levels
-    _check_unchanged(growing, top)
+    check_unchanged(growing)
     written: list[GrowingLevel] = []
     file = ""
     try:
@@ -151,8 +157,9 @@ def _finish(growing: Growing) -> None:
     growing.is_unfinished = False
 
 
-def _check_unchanged(growing: Growing, top: GrowingLevel) -> None:
+def check_unchanged(growing: Growing) -> None:
     """Raises AppendError if somebody who did not ask for the lock has changed the number of rows."""
+    top = growing.levels[0]
     where = Where(growing.prefix, top.key, _meta_file(top.directory))
     try:
         identity = _identity(where.file)

@@ -317,7 +317,9 @@ def match(growing: Growing, rows: Any) -> tuple[int, list[torch.Tensor]]:
         )
     if not rows.batch_dims:
         raise growing.plan.error(
-            None, "Rows are added along the first batch dimension, but these rows have no batch dimension."
+            None,
+            "Rows are added along the first batch dimension, but these rows have no batch dimension. A single row is"
+            " rows.unsqueeze(0).",
         )
     count: int = rows.batch_size[0]
     tensors: list[torch.Tensor] = []
@@ -391,7 +393,7 @@ def _other_keys(plan: _Plan, entries: dict[str, Any]) -> TdgpuError:
         "The rows have other keys than the save:"
         + (f" without {reprlib.repr(missing)}," if missing else "")
         + (f" with {reprlib.repr(unknown)}," if unknown else "")
-        + f" {len(entries)} instead of {plan.count}.",
+        + f" {len(entries)} entries instead of {plan.count}.",
     )
 
 

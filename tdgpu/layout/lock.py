@@ -15,6 +15,7 @@ import time
 import warnings
 
 from tdgpu.errors import SaveLocked
+from tdgpu.signals import uninterrupted
 
 __all__ = ["WriterLock"]
 
@@ -74,7 +75,7 @@ class WriterLock:
         self._descriptor = -1
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
-        while not self._try():
+        while not uninterrupted(self._try):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise _locked(prefix, timeout)

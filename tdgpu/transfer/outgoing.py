@@ -120,7 +120,7 @@ class Files:
 
         Raises:
             FileError: one cannot be opened; is a link (ELOOP) or no regular file (ENOTSUP); is too short (EINVAL), with
-                ``found`` bytes; or is another leaf's, too (EMLINK).
+                ``found`` bytes; or has another name, too (EMLINK).
         """
         file, found = c_uint32(), c_uint64()
         code = core().tdgpu_files_open_all(self.handle, rows, byref(file), byref(found))

@@ -1,0 +1,115 @@
+"""What no signal handler may interrupt.
+
+Python runs signal handlers, such as that of Ctrl-C, between any two steps of the main thread, and what they raise is
+raised there. ``threading``'s own events and threads do not survive that in every place (an event's lock may stay
+taken), so only what is one step of the interpreter is used here: plain locks and ``_thread``.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Background", "uninterrupted"]
+
+
+class Background:
+    """A function in a thread of its own.
+
+    Raises:
+        RuntimeError: no thread can be started: the interpreter ends, or the system has no more of them.
+    """
+
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        self.ident: int | None = None
+        self.is_over = False
+        self._running = _thread.allocate_lock()
+        self._running.acquire()
+        _thread.start_new_thread(self._run, (function, arguments))
+
+    def _run(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        try:
+            self.ident = threading.get_ident()
+            function(*arguments)
+        finally:
+            self.is_over = True
+            self._running.release()
+
+    def join(self, timeout: float = -1) -> bool:
+        """Waits until it has ended; whether it has, within ``timeout`` seconds (-1: without limit)."""
+        if not self.is_over and self.ident != threading.get_ident() and self._running.acquire(timeout=timeout):
+            self._running.release()
+        return self.is_over
+
+
+class _Job:
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._claim = _thread.allocate_lock()
+        self.done = _thread.allocate_lock()
+        self.done.acquire()
+        self.is_done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def claim(self) -> bool:
+        """Whether the caller is the first to ask: either a thread runs the job, or nobody does."""
+        return self._claim.acquire(blocking=False)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether somebody has claimed it."""
+        return self._claim.locked()
+
+    def start(self) -> None:
+        """Has a thread run it. May be called again: only one of the threads does."""
+        try:
+            _thread.start_new_thread(self.run, ())
+        except RuntimeError:  # no threads any more: the interpreter ends, or the system has no more of them
+            self.run()
+
+    def run(self) -> None:
+        if self.claim():
+            try:
+                self.result = self._function()
+            except BaseException as error:
+                self.error = error
+            self.is_done = True
+            self.done.release()
+
+
+def uninterrupted(function: Callable[[], Any], *, always: bool = False) -> Any:
+    """Calls ``function`` so that it runs to its end or not at all, whatever signal handlers raise meanwhile.
+
+    In the main thread it is called in another one; what a handler raises is raised once the function has ended, or at
+    once if it has not begun.
+
+    Args:
+        function: what to call.
+        always: it runs also if an interrupt comes before it has begun.
+
+    >>> uninterrupted(lambda: 3)
+    3
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+    context = contextvars.copy_context()
+    job = _Job(lambda: context.run(function))
+    interrupt: BaseException | None = None
+    while not job.is_done:
+        try:
+            if interrupt is not None and not always and job.claim():
+                break  # nobody has begun, and nobody will
+            if not job.has_begun:
+                job.start()
+            job.done.acquire()
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt from job.error
+    if job.error is not None:
+        raise job.error
+    return job.result

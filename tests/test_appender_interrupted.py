@@ -1,0 +1,300 @@
+"""Appenders that are called, closed, interrupted or fail at an awkward moment: no row is lost without a word."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import tdgpu
+from tdgpu import errors, signals
+from tdgpu.append import batch as batches
+from tdgpu.layout import commit
+from tdgpu.transfer import outgoing, outlets
+
+
+def rows(first: int, count: int = 1) -> TensorDict:
+    return TensorDict({"a": torch.arange(first, first + count, dtype=torch.float32)}, [count])
+
+
+def saved(path: Path) -> list[float]:
+    return TensorDict.load_memmap(path)["a"].tolist()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    rows(0).memmap(tmp_path / "save")
+    return tmp_path / "save"
+
+
+@contextlib.contextmanager
+def on_signal(handler: Any) -> Any:
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def send_after(seconds: float) -> threading.Thread:
+    def send() -> None:
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+# --- calls that meet each other ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["append", "flush", "close"])
+def test_a_signal_handler_cannot_call_into_a_call(path, monkeypatch, call):
+    appender = tdgpu.MemmapAppender(path, durable=False)
+    appender.append(rows(1))
+    real = outlets.HostOutlet.pack
+
+    def pack(self: Any, *arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return real(self, *arguments)
+
+    def handler(*_: Any) -> None:
+        getattr(appender, call)(*([rows(100)] if call == "append" else []))
+
+    monkeypatch.setattr(outlets.HostOutlet, "pack", pack)
+    with on_signal(handler), pytest.raises(errors.AppendError, match="signal handler"):
+        appender.append(rows(2))
+    monkeypatch.undo()
+    appender.append(rows(2))
+    appender.close()
+    assert saved(path) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("call", ["flush", "close"])
+def test_rows_that_the_background_loses_are_told_to_who_waits(path, monkeypatch, call):
+    begun = threading.Event()
+
+    def sync(self: Any) -> None:
+        begun.set()
+        time.sleep(0.3)
+        raise outgoing.FileError(0, errno.EIO)
+
+    monkeypatch.setattr(outgoing.Files, "sync", sync)
+    appender = tdgpu.MemmapAppender(path, durable=True, flush_rows=3)
+    appender.append(rows(1, 3))
+    assert begun.wait(10)
+    with pytest.raises(errors.AppendError, match="3 rows that were not committed are lost") as caught:
+        getattr(appender, call)()
+    assert caught.value.errno == errno.EIO and caught.value.key == ("a",)
+    appender.close()
+    monkeypatch.undo()
+    assert saved(path) == [0]
+    tdgpu.append_memmap(path, rows(1))
+    assert saved(path) == [0, 1]
+
+
+def test_rows_from_another_thread_are_refused_while_it_closes(path, monkeypatch):
+    real, begun = commit.advance, threading.Event()
+
+    def advance(*arguments: Any, **more: Any) -> None:
+        begun.set()
+        time.sleep(0.3)
+        real(*arguments, **more)
+
+    monkeypatch.setattr("tdgpu.layout.commit.advance", advance)
+    appender = tdgpu.MemmapAppender(path, durable=False)
+    appender.append(rows(1))
+    closing = threading.Thread(target=appender.close)
+    closing.start()
+    assert begun.wait(10)
+    with pytest.raises(errors.InvalidArgument, match="closed"):
+        appender.append(rows(2))
+    closing.join()
+    assert saved(path) == [0, 1]
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_threads(path):
+    appender = tdgpu.MemmapAppender(path, durable=False)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        inside.set()
+        go_on.wait(20)
+
+    holder = threading.Thread(target=appender._lock.run, args=(hold,))
+    holder.start()
+    assert inside.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            appender.append(rows(1))
+        except errors.ForkError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    go_on.set()
+    holder.join()
+    appender.close()
+
+
+# --- interrupts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sync_that_failed_is_not_forgotten_for_an_interrupt(path, monkeypatch):
+    calls = []
+
+    def sync(self: Any) -> None:
+        calls.append(1)
+        time.sleep(0.3)
+        if len(calls) == 1:
+            raise outgoing.FileError(0, errno.EIO)
+
+    monkeypatch.setattr(outgoing.Files, "sync", sync)
+    appender = tdgpu.MemmapAppender(path, durable=True)
+    appender.append(rows(1, 3))
+    with on_signal(interrupt):
+        sender = send_after(0.1)
+        with pytest.raises(KeyboardInterrupt):
+            appender.flush()
+        sender.join()
+    with pytest.raises(errors.AppendError, match="lost"):
+        appender.flush()
+    appender.close()
+    assert saved(path) == [0]
+
+
+def test_close_finishes_and_then_says_that_it_was_interrupted(path, monkeypatch):
+    real = commit.advance
+
+    def advance(*arguments: Any, **more: Any) -> None:
+        time.sleep(0.3)
+        real(*arguments, **more)
+
+    monkeypatch.setattr("tdgpu.layout.commit.advance", advance)
+    appender = tdgpu.MemmapAppender(path, durable=False)
+    appender.append(rows(1))
+    with on_signal(interrupt):
+        sender = send_after(0.1)
+        with pytest.raises(KeyboardInterrupt):
+            appender.close()
+        sender.join()
+    monkeypatch.undo()
+    assert saved(path) == [0, 1]
+    tdgpu.MemmapAppender(path, timeout=0).close()
+
+
+def test_what_fails_in_the_middle_leaves_the_rows_before_it(sim, tmp_path, monkeypatch):
+    """Rows of two places, when the batch has room for one chunk more: the rows of others are not in its store."""
+    monkeypatch.setattr(batches, "MOST_CHUNKS", 5)
+    save = tmp_path / "save"
+
+    def mixed(i: int) -> TensorDict:
+        host = {f"h{k}": torch.full((1, 8), float(i)) for k in range(5)}
+        return TensorDict({**host, "d": torch.full((1, 8), float(i)).to("simgpu")}, [1])
+
+    mixed(0).cpu().memmap(save)
+    appender = tdgpu.MemmapAppender(save, durable=False)
+    for i in range(1, 20):
+        appender.append(mixed(i))
+        with monkeypatch.context() as patch:
+            patch.setattr(outlets.GatedOutlet, "pack", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                appender.append(mixed(999))
+    appender.append(mixed(20).cpu())
+    appender.close()
+    loaded = TensorDict.load_memmap(save)
+    for value in loaded.values():
+        assert torch.equal(value, torch.arange(21.0).view(21, 1).expand(21, 8))
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_an_interrupt_before_it_begins(monkeypatch, always):
+    done: list[int] = []
+    real = signals._Job.start
+    first = [True]
+
+    def start(self: Any) -> None:
+        if first:
+            first.clear()
+            raise KeyboardInterrupt
+        real(self)
+
+    monkeypatch.setattr(signals._Job, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        signals.uninterrupted(lambda: done.append(1), always=always)
+    assert done == ([1] if always else [])
+
+
+def test_an_interrupt_while_it_runs():
+    done: list[int] = []
+
+    def work() -> None:
+        time.sleep(0.3)
+        done.append(1)
+
+    with on_signal(interrupt):
+        sender = send_after(0.05)
+        with pytest.raises(KeyboardInterrupt):
+            signals.uninterrupted(work)
+        sender.join()
+    assert done == [1]
+
+
+def test_where_no_thread_can_be_started_it_runs_all_the_same(monkeypatch):
+    def start(*_: Any) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", start)
+    assert signals.uninterrupted(lambda: 5) == 5
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_queue_that_a_capture_refuses_to_look_at_is_not_a_broken_device(sim, tmp_path):
+    TensorDict(a=torch.zeros(1, 50_000), batch_size=[1]).memmap(tmp_path)
+    sim.set(delay_us=300_000)
+    with tdgpu.MemmapAppender(tmp_path, durable=False) as appender:
+        appender.append(TensorDict(a=torch.ones(2, 50_000), batch_size=[2]).to("simgpu"))
+        sim.fail("cuStreamQuery", 0, 900)
+        appender.flush()
+        assert len(appender) == 3
+
+
+def test_an_appender_that_failed_rests(path, monkeypatch):
+    def sync(self: Any) -> None:
+        raise outgoing.FileError(0, errno.EIO)
+
+    monkeypatch.setattr(outgoing.Files, "sync", sync)
+    appender = tdgpu.MemmapAppender(path, durable=True, flush_seconds=0.01)
+    appender.append(rows(1))
+    assert appender._thread is not None
+    assert appender._thread.join(10)
+    with pytest.raises(errors.AppendError, match="lost"):
+        appender.append(rows(2))
+    appender.close()
+
+
+def test_a_ring_of_another_size_is_another_ring(path):
+    for ring_bytes in (64 << 10, 1 << 20):
+        with tdgpu.options(ring_bytes=ring_bytes):
+            appender = tdgpu.MemmapAppender(path, durable=False)
+            appender.append(rows(1))
+            (outlet,) = appender._session._stager._outlets.values()
+            assert abs(outlet.native.ring_bytes - ring_bytes) <= 4096
+            appender.close()
