@@ -108,8 +108,12 @@ def uninterrupted(function: Callable[[], Any], *, always: bool = False) -> Any:
             job.done.acquire()
         except BaseException as error:
             interrupt = error
-    if interrupt is not None:
-        raise interrupt from job.error
-    if job.error is not None:
-        raise job.error
-    return job.result
+    try:
+        if interrupt is not None:
+            raise interrupt from job.error
+        if job.error is not None:
+            raise job.error
+        return job.result
+    finally:
+        # An exception holds this frame: it would hold itself, and with it what the caller's frames hold.
+        del interrupt, job

@@ -24,7 +24,7 @@ from reliability.kinds import KINDS, NEGATIVE, Kind, named
 from reliability.sweep import Tally, sweep
 from reliability.tracing import run_traced
 
-RUNS = int(os.environ.get("TDGPU_RELIABILITY_RUNS", "144"))
+RUNS = int(os.environ.get("TDGPU_RELIABILITY_RUNS", "48"))
 SEED = int(os.environ.get("TDGPU_RELIABILITY_SEED", random.SystemRandom().randrange(1 << 30)))
 
 DURABLE, HASTY, TENSORCLASS = map(

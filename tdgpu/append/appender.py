@@ -25,6 +25,7 @@ __all__ = ["MemmapAppender"]
 
 # How long the background waits after a commit that has failed.
 AGAIN_SECONDS = 1.0
+LONGEST_WAIT_SECONDS = 3600.0  # the system cannot wait for all that a float can say
 
 
 class MemmapAppender:
@@ -207,13 +208,15 @@ class MemmapAppender:
 
     def __del__(self) -> None:
         if not self._closed and os.getpid() == self._process:
-            warnings.warn(
-                f"The appender to {self._session.prefix} was not closed; {self.pending} pending rows are committed.",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
-            self.close()
+            try:
+                warnings.warn(
+                    f"The appender to {self._session.prefix} was not closed; {self.pending} pending rows are kept.",
+                    ResourceWarning,
+                    stacklevel=2,
+                    source=self,
+                )
+            finally:  # a warning may be an error
+                self.close()
 
     # --- inside ---
 
@@ -369,7 +372,7 @@ def _commit_when_due(reference: weakref.ref[MemmapAppender], due: queue.SimpleQu
         if oldest is not None and seconds is not None:
             # A disk that is full is not asked again and again.
             at = max(oldest + seconds, failed_at + AGAIN_SECONDS)
-            wait = max(0.0, at - time.monotonic())
+            wait = min(max(0.0, at - time.monotonic()), LONGEST_WAIT_SECONDS)
         del appender
 
 

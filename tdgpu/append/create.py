@@ -21,6 +21,8 @@ from tdgpu.layout.tree import Kind
 
 __all__ = ["create_empty"]
 
+_CPU = torch.device("cpu")
+
 
 def create_empty(prefix: str | os.PathLike[str], example_row: Any, *, durable: bool) -> None:
     """Makes a save without rows, unless there is one: whole or not at all, also if another process does the same.
@@ -54,8 +56,9 @@ def create_empty(prefix: str | os.PathLike[str], example_row: Any, *, durable: b
             raise _refused(error, path) from error
         try:
             save = os.path.join(directory, "save")
-            with torch.no_grad():
-                like.detach().cpu().memmap(save)
+            # Of the structure alone: a device, or whether there are bytes, has nothing to do with it.
+            hollow = like.apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=_CPU), device=_CPU)
+            hollow.memmap(save)
             _take_rows_away(save, has_rows=bool(example_row.batch_dims))
             _check(save)
             if durable:

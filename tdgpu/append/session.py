@@ -71,6 +71,8 @@ class Session:
         failed: what has lost staged rows; nothing can be added any more.
     """
 
+    _is_closed = True  # until it is open
+
     def __init__(
         self, prefix: str | os.PathLike[str], *, durable: bool, timeout: float, allow_pickle: bool | None
     ) -> None:
@@ -89,6 +91,7 @@ class Session:
         """
         self.prefix = os.path.abspath(os.fspath(prefix))
         self.durable = durable
+        self._process = os.getpid()
         if not os.path.isdir(self.prefix):
             raise InvalidArgument(
                 "An archive cannot grow: unpack it with unpack_memmap first."
@@ -259,7 +262,6 @@ class Session:
     def _reserve(self, rows: int) -> None:
         if rows <= self._reserved:
             return
-        commit.check_unchanged(self.growing)  # before anything is written behind what somebody else has
         try:
             self.files.reserve(self._reserved, rows)
         except FileError as error:
@@ -346,6 +348,11 @@ class Session:
                 # It is not tried again: the system may then say that all is well although the bytes are lost.
                 self._loss = self._file_error(error, "Rows could not be brought to the disk")
                 raise RowsLost from self._loss
+        if not self._lock.is_for(self.prefix):
+            raise AppendError(
+                "Another directory has taken the place of the save, or it is gone. Nothing was committed.",
+                save=self.prefix,
+            )
         commit.advance(self.growing, rows, durable=self.durable)
 
     def fail(self, lost: RowsLost) -> AppendError:
@@ -378,6 +385,11 @@ class Session:
             with contextlib.suppress(FileError):
                 self.files.cut_back(self.growing.rows)
         self._reserved = self.growing.rows
+
+    def __del__(self) -> None:
+        # Only an interrupt at the very moment of an end can have kept it open.
+        if not self._is_closed and os.getpid() == self._process:
+            uninterrupted(self.close, always=True)
 
     def close(self) -> None:
         """Ends everything; what is not committed is forgotten. May be called again."""

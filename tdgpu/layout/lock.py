@@ -96,6 +96,10 @@ class WriterLock:
                     os.close(descriptor)
         return False
 
+    def is_for(self, prefix: str) -> bool:
+        """Whether the directory of that name is the locked one, and no other has taken its place."""
+        return _is_still_there(self._descriptor, prefix)
+
     def release(self) -> None:
         """Gives the right back. May be called again; in a forked child it does nothing, for the parent still has it."""
         descriptor = self._descriptor
