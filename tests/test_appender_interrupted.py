@@ -276,6 +276,55 @@ def test_a_queue_that_a_capture_refuses_to_look_at_is_not_a_broken_device(sim, t
         assert len(appender) == 3
 
 
+def test_after_a_full_disk_nothing_that_was_appended_is_lost(path, monkeypatch):
+    real = outgoing.Files.reserve
+    full = [True]
+
+    def reserve(self: Any, first: int, last: int) -> None:
+        if full and last > 5:
+            raise outgoing.FileError(0, errno.ENOSPC)
+        real(self, first, last)
+
+    monkeypatch.setattr(outgoing.Files, "reserve", reserve)
+    monkeypatch.setattr(batches, "MOST_CHUNKS", 2)
+    appender = tdgpu.MemmapAppender(path, durable=False)
+    for i in range(1, 7):
+        appender.append(rows(i))
+    with pytest.raises(errors.AppendError, match="not taken; 6 others are pending") as caught:
+        appender.append(rows(7))
+    assert caught.value.errno == errno.ENOSPC and caught.value.key == ("a",)
+    with pytest.raises(errors.AppendError, match="no space"):
+        appender.flush()
+    assert (len(appender), appender.pending) == (1, 6)
+    full.clear()  # somebody has deleted something
+    appender.flush()
+    assert (len(appender), appender.pending) == (7, 0)
+    appender.close()
+    assert saved(path) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_what_a_full_disk_has_no_room_for_is_counted_at_the_end(path, monkeypatch):
+    real = outgoing.Files.reserve
+
+    def reserve(self: Any, first: int, last: int) -> None:
+        if last > 5:
+            raise outgoing.FileError(0, errno.ENOSPC)
+        real(self, first, last)
+
+    monkeypatch.setattr(outgoing.Files, "reserve", reserve)
+    monkeypatch.setattr(batches, "MOST_CHUNKS", 2)
+    appender = tdgpu.MemmapAppender(path, durable=False)
+    for i in range(1, 7):
+        appender.append(rows(i))
+    with pytest.raises(errors.AppendError, match="2 rows that were pending are lost; 5 are committed"):
+        appender.close()
+    appender.close()
+    assert saved(path) == [0, 1, 2, 3, 4]
+    monkeypatch.undo()
+    tdgpu.append_memmap(path, rows(5))
+    assert saved(path) == [0, 1, 2, 3, 4, 5]
+
+
 def test_an_appender_that_failed_rests(path, monkeypatch):
     def sync(self: Any) -> None:
         raise outgoing.FileError(0, errno.EIO)

@@ -146,15 +146,18 @@ class MemmapAppender:
         """Stages rows.
 
         When this returns, they may be overwritten: those on the host at once, those on a device by whatever is queued
-        from then on on the stream that is current now. Nothing waits for the device.
+        from then on on the stream that is current now. Nothing waits for the device, unless the ring is full. Rows on
+        the host of 256 KiB or more in a leaf are written first.
 
         Args:
             rows: as for :func:`tdgpu.append_memmap`.
 
         Raises:
             InvalidArgument, InvalidArgumentType: they do not fit.
-            AppendError: no space; these rows are not taken, and those that were appended before still are. Or rows that
-                were appended before could not be written or committed: the message says what became of them.
+            AppendError: no space; these rows are not taken, and those that were appended before are still pending. Or
+                rows that were appended before could not be written or committed: these are not taken either, and the
+                message says what became of the others. Or a signal handler called this in the middle of another call.
+            ForkError: the appender is another process's.
             TransferError: the device refused; these rows are not taken.
         """
         self._check_process()
@@ -311,7 +314,9 @@ class MemmapAppender:
     def _keep_what_is_written(self, error: AppendError) -> None:
         """At the end, commits at least the rows that the disk had room for; the error says what became of the rest."""
         with contextlib.suppress(AppendError, RowsLost):
-            self._session.finish(self._lock.run(lambda: self._session.snapshot(posted_only=True)))
+            self._committing.run(
+                lambda: self._session.finish(self._lock.run(lambda: self._session.snapshot(posted_only=True)))
+            )
         error.message += f" {self.pending} rows that were pending are lost; {len(self)} are committed."
 
     def __reduce__(self) -> Any:
