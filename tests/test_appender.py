@@ -604,9 +604,8 @@ def test_one_that_is_dropped_commits_and_warns(save, when):
         del appender
         gc.collect()
         wait_until(lambda: is_free(save))
-    assert [str(warning.message) for warning in caught if warning.category is ResourceWarning] == [
-        f"The appender to {save} was not closed; 2 pending rows are committed."
-    ]
+    told = [str(warning.message) for warning in caught if warning.category is ResourceWarning]
+    assert len(told) == 1 and f"{save} was not closed; 2 pending rows" in told[0]
     expect(save, 3)
 
 
@@ -806,6 +805,7 @@ def test_ctrl_c_while_rows_are_appended_and_flushed(tmp_path):
         path = Path(sys.argv[1])
         def handler(number, frame):
             raise KeyboardInterrupt
+        sys.unraisablehook = lambda _: None
         signal.signal(signal.SIGALRM, handler)
         flat(0, 1).memmap(path)
         chance, interrupts, rows, deadline = random.Random(7), 0, 1, time.monotonic() + 2.5
@@ -814,14 +814,14 @@ def test_ctrl_c_while_rows_are_appended_and_flushed(tmp_path):
             for _ in range(4):
                 try:
                     signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0005, 0.02))
-                    while True:
+                    while time.monotonic() < deadline:  # it may have been raised in a finalizer, which swallows it
                         for _ in range(chance.randint(0, 20)):
                             before = len(appender) + appender.pending
                             appender.append(flat(before, 1))
                         appender.flush()
                 except KeyboardInterrupt:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
                     interrupts += 1
+                signal.setitimer(signal.ITIMER_REAL, 0)
                 there = len(appender) + appender.pending
                 assert there >= rows, (there, rows)
                 rows = there
@@ -1160,3 +1160,33 @@ def test_interrupts_at_any_moment_run_it_whole_or_not_at_all(monkeypatch):
         time.sleep(0.0005)
         assert steps in ([], [0, 1, 2])  # nothing begins later
     assert interrupts > 10
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_one_interrupt_before_it_begins_and_one_while_that_is_dealt_with(always):
+    found = in_process(
+        """
+        import sys
+        from tdgpu import signals
+        start, claim, ran, left = signals._Job.start, signals._Job.claim, [], {"start": 1, "claim": 1}
+        def interrupted_start(job):
+            left["start"] -= 1
+            if left["start"] == 0:
+                raise KeyboardInterrupt
+            return start(job)
+        def interrupted_claim(job):
+            claimed = claim(job)
+            left["claim"] -= 1
+            if left["claim"] == 0:
+                raise KeyboardInterrupt  # the call has returned, but what it returned is lost
+            return claimed
+        signals._Job.start, signals._Job.claim = interrupted_start, interrupted_claim
+        try:
+            signals.uninterrupted(lambda: ran.append(1), always=sys.argv[1] == "True")
+        except KeyboardInterrupt:
+            print(len(ran))
+        """,
+        always,
+        timeout=10,
+    )
+    assert found.strip() in ({"1"} if always else {"0", "1"})

@@ -261,6 +261,8 @@ class StoreReport:
 class Store:
     """A batch of rows on its way to disk. Holds what it is written from until it is dropped."""
 
+    handle = c_void_p()  # an interrupt may come before __init__ is through
+
     def __init__(self, keep: object) -> None:
         self.handle = c_void_p()
         self._keep = keep
