@@ -52,11 +52,12 @@ class _Job:
         self.done = _thread.allocate_lock()
         self.done.acquire()
         self.is_done = False
+        self.is_cancelled = False
         self.result: Any = None
         self.error: BaseException | None = None
 
     def claim(self) -> bool:
-        """Whether the caller is the first to ask: either a thread runs the job, or nobody does."""
+        """Whether the caller is the first to ask: only one thread runs the job."""
         return self._claim.acquire(blocking=False)
 
     @property
@@ -74,7 +75,8 @@ class _Job:
     def run(self) -> None:
         if self.claim():
             try:
-                self.result = self._function()
+                if not self.is_cancelled:
+                    self.result = self._function()
             except BaseException as error:
                 self.error = error
             self.is_done = True
@@ -101,8 +103,8 @@ def uninterrupted(function: Callable[[], Any], *, always: bool = False) -> Any:
     interrupt: BaseException | None = None
     while not job.is_done:
         try:
-            if interrupt is not None and not always and job.claim():
-                break  # nobody has begun, and nobody will
+            # Whoever comes to it first is told: it need not begin any more.
+            job.is_cancelled = interrupt is not None and not always
             if not job.has_begun:
                 job.start()
             job.done.acquire()

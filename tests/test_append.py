@@ -260,7 +260,7 @@ def test_rows_that_were_loaded_from_another_save(tmp_path, kind):
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_every_dtype_in_every_memory_layout(tmp_path, dtype, size):
     """Small ones are packed, large ones go in windows, some of which end in the middle of a row."""
-    width = 6 if size == "small" else 50_000
+    width = 6 if size == "small" else 25_000
     whole = random_bytes(dtype, 7, width)
     TensorDict({"x": whole}, [7]).memmap(tmp_path / "save")
     layouts = {
@@ -271,7 +271,7 @@ def test_every_dtype_in_every_memory_layout(tmp_path, dtype, size):
         "offset": random_bytes(dtype, 5, width, seed=5)[2:],
         "every second": random_bytes(dtype, 6, width, seed=6)[::2],
     }
-    with ring_of(1 * MiB, durable=False):
+    with ring_of(256 << 10, durable=False):
         for rows in layouts.values():
             tdgpu.append_memmap(tmp_path / "save", TensorDict({"x": rows}, [3]))
         with tdgpu.MemmapAppender(tmp_path / "save") as appender:
@@ -848,7 +848,6 @@ def test_more_leaves_than_files_may_be_open(tmp_path):
             tdgpu.append_memmap(sys.argv[1], rows(1, 2))
             with tdgpu.MemmapAppender(sys.argv[1]) as appender:
                 appender.append(rows(3, 1))
-                tdgpu.load_memmap(sys.argv[1], device="meta")
                 appender.append(rows(4, 40))
         print("done")
         """,
