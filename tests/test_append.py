@@ -148,7 +148,7 @@ class _Forker:
 
     def _close(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._process.kill()  # other children of this process may hold its input open
         self._process.wait(20)
         shutil.rmtree(self._out, ignore_errors=True)
 
