@@ -13,7 +13,7 @@ from tdgpu.errors import CaptureError, TransferError
 from tdgpu.options import get as get_options
 from tdgpu.transfer import streams
 
-__all__ = ["Fetcher", "raw_bytes", "refuse_capture", "windows"]
+__all__ = ["Fetcher", "copy_errors", "raw_bytes", "refuse_capture", "windows"]
 
 BUFFERS = 4
 
@@ -75,7 +75,7 @@ class Fetcher:
         self.pinned_bytes = len(memory) if self._are_pinned else 0
         self._stream: torch.Stream | None = None
         if self._is_default:
-            with streams.current_device_kept(), self._errors():
+            with streams.current_device_kept(), copy_errors(self.device):
                 before = torch.Event(device)
                 before.record(streams.current_stream(device))
                 self._stream = streams.side_stream(device)
@@ -109,7 +109,7 @@ class Fetcher:
 
     def _drain(self) -> None:
         if self._is_default:
-            with self._errors(), streams.current_device_kept():
+            with copy_errors(self.device), streams.current_device_kept():
                 last = torch.Event(self.device)
                 last.record(self._stream or streams.current_stream(self.device))
                 last.synchronize()
@@ -117,7 +117,7 @@ class Fetcher:
     def _enqueue(
         self, window: torch.Tensor, buffer: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Event | None]:
-        with self._errors(), streams.current_device_kept(), streams.on(self._stream, self.device):
+        with copy_errors(self.device), streams.current_device_kept(), streams.on(self._stream, self.device):
             # Made on the side stream where it must be made, and held until the copy has passed.
             source = raw_bytes(window)
             buffer[: len(source)].copy_(source, non_blocking=self._are_pinned)
@@ -129,18 +129,20 @@ class Fetcher:
 
     def _landed(self, buffer: torch.Tensor, source: torch.Tensor, copied: torch.Event | None) -> memoryview:
         if copied is not None:
-            with self._errors():
+            with copy_errors(self.device):
                 copied.synchronize()
         return buffer[: len(source)].numpy().data
 
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, TransferError):
-                raise
-            raise TransferError(f"A copy from {self.device} failed: {error}") from error
+
+@contextlib.contextmanager
+def copy_errors(device: torch.device) -> Iterator[None]:
+    """What torch says of a failed copy from a device, as a TransferError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, TransferError):
+            raise
+        raise TransferError(f"A copy from {device} failed: {error}") from error
 
 
 def refuse_capture(device: torch.device) -> None:

@@ -20,7 +20,7 @@ import torch
 from tdgpu.errors import DeviceError, TransferError
 from tdgpu.options import get as get_options
 from tdgpu.transfer import registry, streams
-from tdgpu.transfer.fetch import raw_bytes, refuse_capture, windows
+from tdgpu.transfer.fetch import copy_errors, raw_bytes, refuse_capture, windows
 from tdgpu.transfer.outgoing import NativeOutlet, Writers
 
 __all__ = ["Outlet", "Staged", "close_idle", "give_back", "give_up", "is_plain", "take", "writers"]
@@ -238,7 +238,7 @@ class TorchOutlet(Outlet):
 
     def begin(self) -> None:
         refuse_capture(self.device)
-        with self._errors(), streams.current_device_kept():
+        with copy_errors(self.device), streams.current_device_kept():
             before = torch.Event(self.device)
             before.record(streams.current_stream(self.device))
             if self._side is not None:
@@ -253,10 +253,10 @@ class TorchOutlet(Outlet):
     def _copy(self, source: Callable[[], torch.Tensor], nbytes: int) -> Staged:
         chunk, address = self.native.claim(nbytes)
         while not self.native.wait_free(chunk, 1):
-            with self._errors():
+            with copy_errors(self.device):
                 self._retire()
         first = address - self._memory.data_ptr()
-        with self._errors(), streams.current_device_kept(), streams.on(self._side, self.device):
+        with copy_errors(self.device), streams.current_device_kept(), streams.on(self._side, self.device):
             made = source()
             self._memory[first : first + nbytes].copy_(made, non_blocking=self.is_pinned)
             copied = torch.Event(self.device)
@@ -273,7 +273,7 @@ class TorchOutlet(Outlet):
             self._copies.popleft()
 
     def end(self) -> None:
-        with self._errors():
+        with copy_errors(self.device):
             self._retire(wait=True)
 
     def take_back(self, chunk: int) -> None:
@@ -282,15 +282,6 @@ class TorchOutlet(Outlet):
         except TransferError:
             self._copies.clear()  # the device is broken: nothing moves any more
         super().take_back(chunk)
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, TransferError):
-                raise
-            raise TransferError(f"A copy from {self.device} failed: {error}") from error
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
