@@ -298,7 +298,7 @@ using SharedFiles = std::shared_ptr<GrowingFiles>;
 
 // `paths`: `count` names, each with a NUL at its end.
 TDGPU_API int tdgpu_files_create(const char* paths, const uint64_t* row_bytes, uint32_t count, uint32_t most_open,
-                                 SharedFiles** files) {
+                                 uint32_t threads, SharedFiles** files) {
     return guarded([&] {
         std::vector<GrowingFiles::Leaf> leaves;
         leaves.reserve(count);
@@ -306,7 +306,7 @@ TDGPU_API int tdgpu_files_create(const char* paths, const uint64_t* row_bytes, u
             leaves.push_back({paths, row_bytes[i]});
             paths += leaves.back().path.size() + 1;
         }
-        *files = new SharedFiles(std::make_shared<GrowingFiles>(std::move(leaves), most_open));
+        *files = new SharedFiles(std::make_shared<GrowingFiles>(std::move(leaves), most_open, threads));
     });
 }
 

@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <set>
 
+#include "threads.h"
+
 namespace tdgpu {
 namespace {
 
@@ -28,6 +30,9 @@ int sync_directory_of(const std::string& path) {
     ::close(descriptor);
     return error;
 }
+
+// Files that a thread opens or closes before it asks for more: fewer of them are not worth a thread.
+constexpr uint32_t kShare = 64;
 
 uint64_t rounded_to_block(uint64_t bytes) {
     constexpr uint64_t kBlock = 4096;
@@ -62,14 +67,16 @@ private:
     int error_;
 };
 
-GrowingFiles::GrowingFiles(std::vector<Leaf> leaves, uint32_t most_open)
-    : leaves_(std::move(leaves)), most_open_(most_open), files_(leaves_.size()) {}
+GrowingFiles::GrowingFiles(std::vector<Leaf> leaves, uint32_t most_open, unsigned threads)
+    : leaves_(std::move(leaves)), most_open_(most_open), threads_(threads), files_(leaves_.size()) {}
 
 void GrowingFiles::close() {
-    for (File& file : files_) {
-        if (file.descriptor >= 0) ::close(file.descriptor);
-        file.descriptor = -1;
-    }
+    in_shares(count(), kShare, threads_, [this](uint32_t first, uint32_t last) {
+        for (uint32_t i = first; i < last; i++) {
+            if (files_[i].descriptor >= 0) ::close(files_[i].descriptor);
+            files_[i].descriptor = -1;
+        }
+    });
     open_count_ = 0;
 }
 
@@ -114,18 +121,31 @@ int GrowingFiles::open(uint32_t index, int& descriptor, bool& is_kept) {
 }
 
 FileFailure GrowingFiles::open_all(uint64_t rows, uint64_t& found) {
-    for (uint32_t i = 0; i < count(); i++) {
-        Use use(*this, i);
-        if (use.error() == ENOENT && rows == 0) {
-            files_[i].may_be_made = true;
-            continue;
+    std::mutex mutex;
+    FileFailure failure;
+    in_shares(count(), kShare, threads_, [&](uint32_t first, uint32_t last) {
+        for (uint32_t i = first; i < last; i++) {
+            const int error = open_first(i, rows);
+            if (!error) continue;
+            std::lock_guard<std::mutex> lock(mutex);
+            if (!failure.error || i < failure.file) failure = {i, error};
+            return;
         }
-        if (use.error()) return {i, use.error()};
-        found = files_[i].found_bytes;
-        if (found < rows * leaves_[i].row_bytes) return {i, EINVAL};
-        if (files_[i].has_other_names) return {i, EMLINK};
+    });
+    if (failure.error) found = files_[failure.file].found_bytes;
+    return failure;
+}
+
+int GrowingFiles::open_first(uint32_t index, uint64_t rows) {
+    Use use(*this, index);
+    File& file = files_[index];
+    if (use.error() == ENOENT && rows == 0) {
+        file.may_be_made = true;
+        return 0;
     }
-    return {};
+    if (use.error()) return use.error();
+    if (file.found_bytes < rows * leaves_[index].row_bytes) return EINVAL;
+    return file.has_other_names ? EMLINK : 0;
 }
 
 FileFailure GrowingFiles::reserve(uint64_t first, uint64_t last) {

@@ -33,12 +33,13 @@ public:
         uint64_t row_bytes;  // of one row, more than none
     };
 
-    // Keeps up to `most_open` files open; what is beyond is opened for every use.
-    GrowingFiles(std::vector<Leaf> leaves, uint32_t most_open);
+    // Keeps up to `most_open` files open; what is beyond is opened for every use. Many files are opened and closed by
+    // up to `threads` threads.
+    GrowingFiles(std::vector<Leaf> leaves, uint32_t most_open, unsigned threads);
 
     // Opens all files and looks at them, before anything is changed: each must be a regular file, not a link, of at
     // least so many rows; without rows, it may be missing. EINVAL: it is too short, `found` bytes. EMLINK: it has
-    // another name, in this save or elsewhere.
+    // another name, in this save or elsewhere. The first file that is at fault is named.
     FileFailure open_all(uint64_t rows, uint64_t& found);
     ~GrowingFiles() { close(); }
     GrowingFiles(const GrowingFiles&) = delete;
@@ -81,10 +82,12 @@ private:
     class Use;
 
     int open(uint32_t file, int& descriptor, bool& is_kept);
+    int open_first(uint32_t file, uint64_t rows);
     std::mutex& lock_of(uint32_t file) { return locks_[file % locks_.size()]; }
 
     const std::vector<Leaf> leaves_;
     const uint32_t most_open_;
+    const unsigned threads_;
     std::vector<File> files_;
     std::array<std::mutex, 16> locks_;
     std::atomic<uint32_t> open_count_{0};

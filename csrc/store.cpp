@@ -14,15 +14,30 @@ namespace {
 constexpr uint64_t kTakeBytes = 8 << 20;
 constexpr uint32_t kTakeParts = IOV_MAX;
 
+// The parts of one file together, in the order in which they came.
+std::vector<Part> by_file(const std::vector<Part>& parts, uint32_t files) {
+    std::vector<size_t> places(size_t(files) + 1);
+    for (const Part& part : parts) {
+        if (part.file >= files) throw Error(Cause::invalid, 0, "a part of a file that does not exist");
+        places[part.file + 1]++;
+    }
+    for (uint32_t i = 0; i < files; i++) places[i + 1] += places[i];
+    std::vector<Part> sorted(parts.size());
+    for (const Part& part : parts) sorted[places[part.file]++] = part;
+    return sorted;
+}
+
 }  // namespace
 
-Store::Store(std::shared_ptr<GrowingFiles> files, std::vector<Part> parts, std::vector<StoredChunk> chunks)
-    : files_(std::move(files)), parts_(std::move(parts)), chunks_(std::move(chunks)), left_(uint32_t(parts_.size())) {
+Store::Store(std::shared_ptr<GrowingFiles> files, const std::vector<Part>& parts, std::vector<StoredChunk> chunks)
+    : files_(std::move(files)),
+      parts_(by_file(parts, files_->count())),
+      chunks_(std::move(chunks)),
+      left_(uint32_t(parts_.size())) {
     parts_left_ = std::make_unique<std::atomic<uint32_t>[]>(chunks_.size());
     for (size_t i = 0; i < chunks_.size(); i++) parts_left_[i] = 0;
     for (const Part& part : parts_) {
-        if (part.file >= files_->count() || part.chunk > chunks_.size())
-            throw Error(Cause::invalid, 0, "a part of a file or chunk that does not exist");
+        if (part.chunk > chunks_.size()) throw Error(Cause::invalid, 0, "a part of a chunk that does not exist");
         if (part.chunk) parts_left_[part.chunk - 1]++;
     }
     uint32_t files_seen = 0;

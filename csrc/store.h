@@ -39,10 +39,10 @@ struct StoreFailure {
 
 class Store {
 public:
-    // Parts of one file stand together, by their place in it. Chunks are those that only this store reads, all of them.
+    // Parts of one file come by their place in it. Chunks are those that only this store reads, all of them.
     // They must have been claimed so that none of them waits for the place of another: together they take less of the
     // ring than it has left beside the largest chunk. Throws Error(invalid).
-    Store(std::shared_ptr<GrowingFiles> files, std::vector<Part> parts, std::vector<StoredChunk> chunks);
+    Store(std::shared_ptr<GrowingFiles> files, const std::vector<Part>& parts, std::vector<StoredChunk> chunks);
 
     // --- writers ---
     enum class Taken { some, none_yet, all };

@@ -40,7 +40,7 @@ std::shared_ptr<GrowingFiles> files_of(const std::vector<Target>& targets, uint6
                                        uint32_t most_open = 64) {
     std::vector<GrowingFiles::Leaf> leaves;
     for (const Target& target : targets) leaves.push_back({target.path, row_bytes});
-    auto files = std::make_shared<GrowingFiles>(std::move(leaves), most_open);
+    auto files = std::make_shared<GrowingFiles>(std::move(leaves), most_open, 2);
     uint64_t found = 0;
     assert(files->open_all(0, found).error == 0);
     return files;
@@ -208,10 +208,10 @@ void many_parts_of_many_files_arrive() {
             std::vector<char> memory(kFiles * kRecords * kRow);
             std::mt19937 random(3);
             for (char& byte : memory) byte = char(random());
-            // Each record has one row for every file; the parts of a file stand together.
+            // Each record has one row for every file.
             std::vector<Part> parts;
-            for (uint32_t file = 0; file < kFiles; file++) {
-                for (size_t record = 0; record < kRecords; record++) {
+            for (size_t record = 0; record < kRecords; record++) {
+                for (uint32_t file = 0; file < kFiles; file++) {
                     const char* from = memory.data() + (record * kFiles + file) * kRow;
                     parts.push_back({uint64_t(reinterpret_cast<uintptr_t>(from)), kRow, record * kRow, file, 0});
                 }
@@ -332,7 +332,7 @@ void files_are_looked_at_before_anything_is_changed() {
     targets[0].write("12345678");
     targets[1].write("1234567");
     auto opened = [&](const std::string& second, uint64_t rows, uint64_t& found) {
-        GrowingFiles files({{targets[0].path, 4}, {second, 4}}, 8);
+        GrowingFiles files({{targets[0].path, 4}, {second, 4}}, 8, 2);
         return files.open_all(rows, found);
     };
     uint64_t found = 0;
@@ -355,11 +355,36 @@ void files_are_looked_at_before_anything_is_changed() {
     unlink(pipe.c_str());
 }
 
+void the_first_of_many_files_at_fault_is_named() {
+    std::vector<Target> targets(300);
+    auto opened = [&](unsigned threads, uint64_t& found) {
+        std::vector<GrowingFiles::Leaf> leaves;
+        for (const Target& target : targets) leaves.push_back({target.path, 4});
+        GrowingFiles files(std::move(leaves), 1000, threads);
+        return files.open_all(1, found);
+    };
+    for (const Target& target : targets) target.write("1234");
+    uint64_t found = 0;
+    for (const unsigned threads : {1u, 3u}) assert(opened(threads, found).error == 0);
+    for (const size_t bad : {299, 170, 71, 70}) {
+        targets[bad].write(bad % 2 ? "1" : "123");
+        for (const unsigned threads : {1u, 3u}) {
+            const FileFailure failure = opened(threads, found);
+            assert(failure.error == EINVAL && failure.file == bad && found == (bad % 2 ? 1 : 3));
+        }
+    }
+    unlink(targets[9].path.c_str());
+    for (const unsigned threads : {1u, 3u}) {
+        const FileFailure failure = opened(threads, found);
+        assert(failure.error == ENOENT && failure.file == 9);
+    }
+}
+
 void files_are_cut_back_to_what_they_were() {
     std::vector<Target> targets(2);
     targets[0].write("12345678surplus");
     const std::string made = targets[1].path + ".made";
-    GrowingFiles files({{targets[0].path, 4}, {targets[1].path, 8192}, {made, 4}}, 8);
+    GrowingFiles files({{targets[0].path, 4}, {targets[1].path, 8192}, {made, 4}}, 8, 2);
     uint64_t found = 0;
     assert(files.open_all(0, found).error == 0 && access(made.c_str(), F_OK) != 0);
     assert(files.reserve(2, 12).error == 0 && access(made.c_str(), F_OK) == 0);
@@ -371,7 +396,7 @@ void files_are_cut_back_to_what_they_were() {
     assert(targets[0].bytes().size() == 20 && targets[1].bytes().size() == 5 * 8192);
     unlink(made.c_str());
     // A file that took another's place is not written to.
-    GrowingFiles others({{targets[0].path, 4}}, 0);
+    GrowingFiles others({{targets[0].path, 4}}, 0, 2);
     assert(others.open_all(1, found).error == 0);
     assert(rename(targets[1].path.c_str(), targets[0].path.c_str()) == 0);
     assert(others.reserve(1, 5000).error == ESTALE);
@@ -399,6 +424,7 @@ int main() {
     what_is_given_up_gives_its_place_back();
     an_error_names_the_file_and_ends_the_store();
     files_are_looked_at_before_anything_is_changed();
+    the_first_of_many_files_at_fault_is_named();
     files_are_cut_back_to_what_they_were();
     puts("outlet: ok");
     return 0;

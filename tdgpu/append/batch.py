@@ -103,12 +103,10 @@ class Batch:
         self._part_count += len(part)
         self.nbytes += nbytes
 
-    def in_order(self) -> np.ndarray:
-        """All parts, those of one file together."""
-        # As rows of numbers: numpy is slow with arrays of structures.
-        words = np.concatenate([part.view(np.uint64) for part in self.parts])
-        parts = words.view(PART)
-        return parts.take(np.argsort(parts["file"], kind="stable"))
+    def all_parts(self) -> np.ndarray:
+        """All parts in one array."""
+        # As numbers: numpy is slow with arrays of structures.
+        return np.concatenate([part.view(np.uint64) for part in self.parts]).view(PART)
 
     def mark(self) -> tuple[int, int, int]:
         """Where the batch is now, for :meth:`take_back`."""

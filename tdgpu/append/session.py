@@ -23,11 +23,12 @@ from tdgpu.errors import (
     NotSupported,
     TdgpuError,
 )
-from tdgpu.layout import commit, objects, reader
+from tdgpu.layout import commit, objects, reader, remembered
 from tdgpu.layout.files import Where
 from tdgpu.layout.growth import Growing, growing
 from tdgpu.layout.lock import WriterLock
 from tdgpu.layout.placeholders import fake_is_active
+from tdgpu.options import get as get_options
 from tdgpu.signals import uninterrupted
 from tdgpu.transfer import outgoing, outlets
 from tdgpu.transfer.outgoing import FileError
@@ -104,8 +105,10 @@ class Session:
         try:
             self.growing = _read(self.prefix, allow_pickle)
             commit.check_writable(self.growing)
-            self._row_nbytes = np.array([leaf.row_nbytes for leaf in self.growing.leaves], np.uint64)
-            self.files = outgoing.Files([leaf.file for leaf in self.growing.leaves], self._row_nbytes, _most_open())
+            self._row_nbytes = self.growing.row_sizes
+            self.files = outgoing.Files(
+                [leaf.file for leaf in self.growing.leaves], self._row_nbytes, _most_open(), get_options().threads
+            )
             self._open_files()
         except BaseException:
             uninterrupted(self._lock.release, always=True)
@@ -240,7 +243,7 @@ class Session:
             # Rows of earlier calls must not be in a store that this call may take back.
             assert self._undo is None or self._undo.in_batch is not batch or self._undo.batch == _NOTHING
             batch.store = outgoing.Store((batch.keep, batch.chunks))
-            outlets.writers().post(self.files, batch.in_order(), batch.chunks, batch.store)
+            outlets.writers().post(self.files, batch.all_parts(), batch.chunks, batch.store)
             self._settle_batch()
             self.release()
         return self._batch
@@ -399,7 +402,10 @@ class Session:
             if self._undo or self.rows != self.growing.rows or self._reserved != self.growing.rows:
                 self.take_back()
             self._stager.close(well=self.failed is None)
+            self._stores.clear()  # which are over, and keep the files open
             self.files.close()
+            if self.failed is None:
+                remembered.keep(self.growing)
         finally:
             self._is_closed = True
             self._lock.release()
@@ -415,6 +421,9 @@ def _give_up(stores: Sequence[outgoing.Store]) -> None:
 
 def _read(prefix: str, allow_pickle: bool | None) -> Growing:
     """The save, after what a killed append has left is undone or completed."""
+    known = remembered.take(prefix)
+    if known is not None:
+        return known
     # Not checked here: opening the files to write tells more.
     save = reader.read(prefix, check=False)
     if any(os.path.lexists(os.path.join(level.path, commit.TEMPORARY)) for level in save.root.walk()):

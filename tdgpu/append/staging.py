@@ -66,17 +66,15 @@ class Stager:
     def __init__(self, growing: Growing) -> None:
         self._growing = growing
         self._outlets: dict[torch.device, Outlet] = {}
-        # Leaves of one dtype and row shape: one call of torch puts their rows one behind the other.
-        groups: dict[tuple[torch.dtype, tuple[int, ...]], list[int]] = {}
-        for number, leaf in enumerate(growing.leaves):
-            group = groups.setdefault((leaf.dtype, leaf.row_shape), [])
-            group.append(number)
-        # Those of larger elements first: then each begins where its elements are aligned.
-        self._groups = [groups[key] for key in sorted(groups, key=lambda key: -key[0].itemsize)]
-        self._group_of = {number: i for i, group in enumerate(self._groups) for number in group}
+        # Leaves of one dtype and row shape: one call of torch puts their rows one behind the other. Those of larger
+        # elements come first: then each begins where its elements are aligned.
+        self._groups = growing.groups
         self._in_groups = np.array([number for group in self._groups for number in group], np.uint32)
+        self._group_of = np.empty(len(growing.leaves), np.uint32)
+        for i, group in enumerate(self._groups):
+            self._group_of[group] = i
         self._row_nbytes = growing.row_nbytes
-        self._largest_row = max((leaf.row_nbytes for leaf in growing.leaves), default=0)
+        self._largest_row = int(growing.row_sizes.max(initial=0))
 
     # --- which way ---
 
@@ -193,7 +191,7 @@ class Stager:
             if nbytes > room:
                 chunks.append({})
                 room = largest
-            chunks[-1].setdefault(self._group_of[number], []).append(number)
+            chunks[-1].setdefault(int(self._group_of[number]), []).append(number)
             room -= nbytes
         return [[chunk[group] for group in sorted(chunk)] for chunk in chunks]
 

@@ -7,9 +7,12 @@ import math
 import os
 import reprlib
 import stat
+from functools import cached_property
 from numbers import Number
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import (
     NonTensorData,
@@ -28,6 +31,8 @@ from tdgpu.layout.save import Save
 from tdgpu.layout.tree import Key, Kind, Leaf, Level, Shape
 
 __all__ = ["Growing", "GrowingLeaf", "GrowingLevel", "growing", "match"]
+
+_dtype, _layout, _shape = attrgetter("dtype"), attrgetter("layout"), attrgetter("shape")
 
 
 class GrowingLeaf:
@@ -88,9 +93,9 @@ class Growing:
         leaves: the leaves with bytes in their rows, all of a level before those of its children.
         is_unfinished: whether the last commit was cut short after it counted: it must be completed before the next.
         seen: what identifies the top level's metadata as last written (see :mod:`tdgpu.layout.commit`).
+        is_plain: whether everything here follows from the ``meta.json`` of the levels: there are no classes, no
+            non-tensor values, and no keys that files may be named after in two ways.
     """
-
-    __slots__ = ("batch_shape", "is_unfinished", "leaves", "levels", "plan", "prefix", "rows", "seen")
 
     def __init__(self, prefix: str, rows: int, batch_shape: Shape) -> None:
         self.prefix = prefix
@@ -101,11 +106,25 @@ class Growing:
         self.plan: _Plan
         self.is_unfinished = False
         self.seen: tuple[int, int, int] | None = None
+        self.is_plain = True
 
-    @property
+    @cached_property
+    def row_sizes(self) -> np.ndarray:
+        """Of each leaf the bytes of one row, uint64."""
+        return np.array([leaf.row_nbytes for leaf in self.leaves], np.uint64)
+
+    @cached_property
     def row_nbytes(self) -> int:
         """Bytes of one row in all leaves."""
-        return sum(leaf.row_nbytes for leaf in self.leaves)
+        return int(self.row_sizes.sum())
+
+    @cached_property
+    def groups(self) -> list[list[int]]:
+        """The numbers of the leaves of one dtype and row shape, those of larger elements first."""
+        groups: dict[tuple[torch.dtype, Shape], list[int]] = {}
+        for number, leaf in enumerate(self.leaves):
+            groups.setdefault((leaf.dtype, leaf.row_shape), []).append(number)
+        return [groups[key] for key in sorted(groups, key=lambda key: -key[0].itemsize)]
 
     def __repr__(self) -> str:
         return f"Growing({self.prefix!r}, {self.rows} rows, {len(self.leaves)} leaves)"
@@ -191,21 +210,24 @@ class _Plan:
         cls: the tensorclass that they must be instances of, or None.
         batch_shape: their batch dimensions after the first.
         shapes: the different shapes that one row has in the leaves.
-        leaves: of each leaf with bytes in its rows: key, dtype and which of ``shapes``.
-        hollow: the same of the leaves without.
+        keys, dtypes, which: of each leaf with bytes in its rows: key, dtype and which of ``shapes``.
+        hollow: the same of the leaves without, as triples.
         values: the non-tensor values that they must be equal to.
         children: the plans of the levels below.
         count: how many entries that makes.
     """
 
-    __slots__ = ("batch_shape", "children", "cls", "count", "hollow", "leaves", "shapes", "values", "where")
+    __slots__ = ("batch_shape", "children", "cls", "count", "dtypes", "hollow", "keys", "shapes", "values", "where",
+                 "which")  # fmt: skip
 
     def __init__(self, where: Where, cls: type | None, batch_shape: Shape) -> None:
         self.where = where
         self.cls = cls
         self.batch_shape = batch_shape
         self.shapes: list[Shape] = []
-        self.leaves: list[tuple[str, torch.dtype, int]] = []
+        self.keys: list[str] = []
+        self.dtypes: list[torch.dtype] = []
+        self.which: list[int] = []
         self.hollow: list[tuple[str, torch.dtype, int]] = []
         self.values: dict[str, Any] = {}
         self.children: dict[str, _Plan] = {}
@@ -228,6 +250,7 @@ class _Grower:
         """The plan of a level, with what it and those below add to ``growing``."""
         self._refuse_link(level)
         if level.kind is Kind.TENSORCLASS:
+            self.growing.is_plain = False
             return self.level(level.children["_tensordict"], level.cls)
         where = Where(self.save, level.key, os.path.join(level.path, "meta.json"))
         if level.kind is not Kind.TENSORDICT:
@@ -241,10 +264,12 @@ class _Grower:
             raise where.error(InvalidArgument, "This is a symbolic link: nothing is written through it.")
         plan = _Plan(where, cls, batch_size[1:])
         self.growing.levels.append(GrowingLevel(level.key, level.path, level.meta))
+        self.growing.is_plain = self.growing.is_plain and keys.all_plain(level.meta)
         self._leaves(level, plan)
         for key, child in level.children.items():
             if child.kind is Kind.NON_TENSOR_DATA and issubclass(child.cls, NonTensorData):
                 plan.values[key] = child.objects.get("data")
+                self.growing.is_plain = False
             else:
                 plan.children[key] = self.level(child)
         plan.count = len(level.leaves) + len(level.children)
@@ -270,7 +295,9 @@ class _Grower:
                 known[leaf.shape, leaf.dtype] = seen
             row_shape, row_nbytes, number = seen
             if row_nbytes:
-                plan.leaves.append((key, leaf.dtype, number))
+                plan.keys.append(key)
+                plan.dtypes.append(leaf.dtype)
+                plan.which.append(number)
                 # A leaf without elements has no file yet, or one that an append has left behind.
                 file = f"{level.path}/{keys.encode(key)}.memmap" if leaf.extent is None else leaf.extent.file
                 self.growing.leaves.append(GrowingLeaf(leaf, file, row_shape, row_nbytes))
@@ -351,19 +378,13 @@ def _match(plan: _Plan, rows: Any, count: int, tensors: list[torch.Tensor]) -> N
     if len(entries) != plan.count:
         raise _other_keys(plan, entries)
     shapes = [(count, *shape) for shape in plan.shapes]
-    get, add, plain, strided = entries.get, tensors.append, torch.Tensor, torch.strided
-    for key, dtype, which in plan.leaves:
-        value: Any = get(key)
-        try:
-            is_plain = (
-                type(value) is plain
-                and value.dtype is dtype
-                and value.shape == shapes[which]
-                and value.layout is strided
-            )
-        except RuntimeError:  # a nested tensor has no shape
-            is_plain = False
-        add(value if is_plain else _tensor(plan, entries, key, dtype, shapes[which]))
+    found: list[Any] = list(map(entries.get, plan.keys))
+    if not _all_fit(plan, found, shapes):
+        found = [
+            _tensor(plan, entries, key, dtype, shapes[which])
+            for key, dtype, which in zip(plan.keys, plan.dtypes, plan.which, strict=True)
+        ]
+    tensors += found
     for key, dtype, which in plan.hollow:
         _tensor(plan, entries, key, dtype, shapes[which])
     for key, saved in plan.values.items():
@@ -385,8 +406,25 @@ def _match(plan: _Plan, rows: Any, count: int, tensors: list[torch.Tensor]) -> N
         _match(child, value, count, tensors)
 
 
+def _all_fit(plan: _Plan, found: list[Any], shapes: list[Shape]) -> bool:
+    """Whether all are plain tensors of the dtypes and shapes of the level's leaves.
+
+    Rows of a thousand leaves come here many times a second: one question to all tensors, instead of all to each.
+    """
+    if not found:
+        return True
+    if set(map(type, found)) != {torch.Tensor}:
+        return False
+    if list(map(_dtype, found)) != plan.dtypes or set(map(_layout, found)) != {torch.strided}:
+        return False
+    try:
+        return list(map(_shape, found)) == list(map(shapes.__getitem__, plan.which))
+    except RuntimeError:  # a nested tensor has no shape
+        return False
+
+
 def _other_keys(plan: _Plan, entries: dict[str, Any]) -> TdgpuError:
-    saved = {*(leaf[0] for leaf in plan.leaves + plan.hollow), *plan.values, *plan.children}
+    saved = {*plan.keys, *(leaf[0] for leaf in plan.hollow), *plan.values, *plan.children}
     missing, unknown = sorted(saved - entries.keys()), sorted(entries.keys() - saved)
     return plan.error(
         None,

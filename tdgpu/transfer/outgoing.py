@@ -28,7 +28,7 @@ class _StoreReport(ctypes.Structure):
 declare(
     {
         "tdgpu_set_pwritev": (None, c_void_p),
-        "tdgpu_files_create": (c_int, c_char_p, c_void_p, c_uint32, c_uint32, POINTER(c_void_p)),
+        "tdgpu_files_create": (c_int, c_char_p, c_void_p, c_uint32, c_uint32, c_uint32, POINTER(c_void_p)),
         "tdgpu_files_open_all": (c_int, c_void_p, c_uint64, POINTER(c_uint32), POINTER(c_uint64)),
         "tdgpu_files_reserve": (c_int, c_void_p, c_uint64, c_uint64, POINTER(c_uint32)),
         "tdgpu_files_sync": (c_int, c_void_p, POINTER(c_uint32)),
@@ -95,15 +95,18 @@ class Files:
         paths: of each file.
         row_nbytes: of each the bytes of a row, uint64.
         most_open: how many may be kept open.
+        threads: how many open and close many of them.
     """
 
     _handle = c_void_p()
 
-    def __init__(self, paths: Sequence[str], row_nbytes: np.ndarray, most_open: int) -> None:
+    def __init__(self, paths: Sequence[str], row_nbytes: np.ndarray, most_open: int, threads: int) -> None:
         self._process = os.getpid()
         self._handle = c_void_p()
-        names = b"".join([os.fsencode(path) + b"\0" for path in paths])
-        cause = core().tdgpu_files_create(names, row_nbytes.ctypes.data, len(paths), most_open, byref(self._handle))
+        names = os.fsencode("".join([path + "\0" for path in paths]))
+        cause = core().tdgpu_files_create(
+            names, row_nbytes.ctypes.data, len(paths), most_open, threads, byref(self._handle)
+        )
         check(cause, "No files")
 
     def __del__(self) -> None:
@@ -311,7 +314,7 @@ class Writers:
 
         Args:
             files: the files.
-            parts: an array of PART; those of one file together, by their place in it.
+            parts: an array of PART; those of one file by their place in it.
             chunks: those that ``parts["chunk"]`` counts from 1.
             store: is under way from then on.
         """
