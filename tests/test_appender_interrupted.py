@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import signal
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from appends import INTERRUPTS, in_process
 from tensordict import TensorDict
 
 import tdgpu
@@ -261,6 +263,108 @@ def test_where_no_thread_can_be_started_it_runs_all_the_same(monkeypatch):
 
     monkeypatch.setattr("_thread.start_new_thread", start)
     assert signals.uninterrupted(lambda: 5) == 5
+
+
+def test_ctrl_c_while_rows_are_appended_and_flushed(tmp_path):
+    found = in_process(
+        INTERRUPTS
+        + textwrap.dedent("""
+        import random, time
+        path = Path(sys.argv[1])
+        def handler(number, frame):
+            raise KeyboardInterrupt
+        sys.unraisablehook = lambda _: None
+        signal.signal(signal.SIGALRM, handler)
+        flat(0, 1).memmap(path)
+        chance, interrupts, rows, deadline = random.Random(7), 0, 1, time.monotonic() + 2.5
+        while time.monotonic() < deadline:
+            appender = tdgpu.MemmapAppender(path, durable=chance.random() < 0.3, timeout=5, flush_rows=50)
+            for _ in range(4):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0005, 0.02))
+                    while time.monotonic() < deadline:  # it may have been raised in a finalizer, which swallows it
+                        for _ in range(chance.randint(0, 20)):
+                            before = len(appender) + appender.pending
+                            appender.append(flat(before, 1))
+                        appender.flush()
+                except KeyboardInterrupt:
+                    interrupts += 1
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                there = len(appender) + appender.pending
+                assert there >= rows, (there, rows)
+                rows = there
+            appender.close()
+            assert is_free(path)
+            report = tdgpu.recover_memmap(path)
+            assert (report.state, report.surplus, report.rows) == ("clean", 0, rows), (report, rows)
+        loaded = tensordict.load_memmap(path)
+        assert loaded.batch_size == (rows,)
+        for key, value in flat(0, rows).items(True, True):
+            assert torch.equal(loaded[key], value), key
+        print(interrupts > 10, rows > 100)
+        """),
+        tmp_path / "save",
+    )
+    assert found == "True True\n"
+
+
+INTERRUPTED_APPENDER = INTERRUPTS + textwrap.dedent("""
+    import gc
+    where, point = Path(sys.argv[1]), sys.argv[2]
+    flat(0, 1).memmap(where / "old")
+    sys.unraisablehook = lambda _: None
+    step = 31 if point == "append" else 3
+    wrong, at, last = [], 1 + os.getpid() % step, 0
+    save = where / "save"
+    with tdgpu.options(durable=False, lock_timeout=0, threads=1):
+        while True:
+            shutil.copytree(where / "old", save)
+            taken, appender, ended = 1, None, "well"
+            guard = Interrupt(at)
+            inside, after = guard, contextlib.nullcontext()
+            if point == "close":
+                inside, after = after, inside
+            try:
+                appender = tdgpu.MemmapAppender(save)
+                with inside:
+                    for i in (1, 2):
+                        appender.append(flat(taken, i))
+                        taken += i
+                    appender.flush()
+                    assert len(appender) == taken
+                    appender.append(flat(taken, 1))
+                    taken += 1
+                with after:
+                    appender.close()
+            except BaseException as error:
+                ended = repr(error)
+            if guard.at is None:
+                break
+            there = len(appender) + appender.pending
+            appender.close()
+            rows = tensordict.load_memmap(save).batch_size[0]
+            report = tdgpu.recover_memmap(save)
+            facts = (guard.at, ended, taken, there, rows, report.state, report.surplus)
+            if ended not in ("well", "KeyboardInterrupt()") or report.state != "clean" or report.surplus:
+                wrong.append(facts)
+            elif rows not in (taken, there):
+                wrong.append(facts)
+            elif any(not torch.equal(tensordict.load_memmap(save)[key], value)
+                     for key, value in flat(0, rows).items(True, True)):
+                wrong.append(facts)
+            appender = None
+            shutil.rmtree(save)
+            at += step
+            last += 1
+    assert last > 5, last
+    print(len(wrong), wrong[:5])
+""")
+
+
+@pytest.mark.parametrize("point", ["append", "close"])
+def test_an_interrupt_anywhere_loses_no_row_that_was_taken(tmp_path, point):
+    """In append and flush: rows are taken or not. In close, which is then called again: they are committed."""
+    assert in_process(INTERRUPTED_APPENDER, tmp_path, point) == "0 []\n"
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
