@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tdgpu
-from benchmarks import appends, archives, fill, structure, submit
+from benchmarks import appends, archives, fill, loaders, structure, submit
 from benchmarks.measure import Row
 
 CASES = {
@@ -33,6 +33,9 @@ CASES = {
     "append-large": appends.large,
     "append-memory": appends.memory,
     "append-fsync": appends.fsync,
+    "loader": loaders.run,
+    "loader-cold": loaders.cold,
+    "loader-memory": loaders.memory,
 }
 
 

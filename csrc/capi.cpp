@@ -9,7 +9,9 @@
 
 #include "codecs.h"
 #include "engine.h"
+#include "permutation.h"
 #include "stage.h"
+#include "weighted.h"
 #include "writers.h"
 
 #define TDGPU_API extern "C" __attribute__((visibility("default")))
@@ -57,13 +59,17 @@ void copy_text(const std::string& text, char* to, size_t size) {
 
 }  // namespace
 
+using SharedSource = std::shared_ptr<const RowSource>;
+
 // What is to be loaded. Part of the C ABI; the core copies it.
 struct PlanView {
     const CheckedFile* files;
     const Piece* pieces;
     const Chunk* chunks;
     const Run* runs;
-    uint32_t file_count, piece_count, chunk_count, run_count;
+    const SharedSource* const* sources;
+    const int64_t* rows;
+    uint32_t file_count, piece_count, chunk_count, run_count, source_count, row_count;
     uint32_t most_threads;  // 0: no limit
     uint32_t reserved;
 
@@ -74,6 +80,9 @@ struct PlanView {
         plan.pieces.assign(pieces, pieces + piece_count);
         plan.chunks.assign(chunks, chunks + chunk_count);
         plan.runs.assign(runs, runs + run_count);
+        plan.sources.reserve(source_count);
+        for (uint32_t i = 0; i < source_count; i++) plan.sources.push_back(*sources[i]);
+        plan.rows.assign(rows, rows + row_count);
         if (most_threads) plan.most_threads = most_threads;
         return plan;
     }
@@ -87,6 +96,7 @@ struct LoadReport {
     int32_t cause, code;
     int32_t is_filled;
     int32_t reserved;
+    uint64_t warm_nanoseconds, cold_nanoseconds;  // of gathered rows
 };
 
 TDGPU_API const char* tdgpu_version() {
@@ -109,6 +119,24 @@ TDGPU_API void tdgpu_set_pread(PreadFunction function) {
 // Likewise for pwritev.
 TDGPU_API void tdgpu_set_pwritev(PwritevFunction function) {
     pwritev_function = function ? function : &::pwritev;
+}
+
+// --- rows that can be gathered ---
+
+TDGPU_API int tdgpu_rows_create(const char* path, uint64_t inode, uint64_t offset, uint64_t row_bytes, uint64_t rows,
+                                SharedSource** source) {
+    return guarded(
+        [&] { *source = new SharedSource(std::make_shared<const RowSource>(path, inode, offset, row_bytes, rows)); });
+}
+
+TDGPU_API int tdgpu_rows_create_over(const char* memory, uint64_t row_bytes, uint64_t rows, SharedSource** source) {
+    return guarded([&] { *source = new SharedSource(std::make_shared<const RowSource>(memory, row_bytes, rows)); });
+}
+
+// Loads that are under way keep it. `source` is null afterwards.
+TDGPU_API void tdgpu_rows_release(SharedSource** source) {
+    delete *source;
+    *source = nullptr;
 }
 
 // --- drivers ---
@@ -208,7 +236,9 @@ TDGPU_API void tdgpu_load_report(Load* load, LoadReport* report, char* message, 
                          int32_t(failure.cause),
                          failure.code,
                          int32_t(load->is_filled()),
-                         0};
+                         0,
+                         load->warm_nanoseconds(),
+                         load->cold_nanoseconds()};
     copy_text(failure.message, message, size);
 }
 
@@ -233,6 +263,23 @@ TDGPU_API int tdgpu_readers_post(Readers* readers, const PlanView* view, SharedL
         plan.check(0, UINT64_MAX);
         auto load = std::make_shared<Load>(std::move(plan), nullptr);
         readers->post(load);
+        *read = new SharedLoad(std::move(load));
+    });
+}
+
+// Reads all of it in the calling thread; nothing is to be inflated.
+TDGPU_API int tdgpu_read_now(const PlanView* view, SharedLoad** read) {
+    return guarded([&] {
+        Plan plan = view->plan();
+        plan.check(0, UINT64_MAX);
+        if (!plan.runs.empty()) throw Error(Cause::invalid, 0, "runs are inflated by readers");
+        auto load = std::make_shared<Load>(std::move(plan), nullptr);
+        Worker worker;
+        const std::atomic<bool> stop{false};
+        for (uint32_t i = 0; i < load->chunk_count(); i++) {
+            const Chunk& chunk = load->plan().chunks[i];
+            load->fill(i, chunk.first_piece, chunk.first_piece + chunk.piece_count, worker, stop);
+        }
         *read = new SharedLoad(std::move(load));
     });
 }
@@ -456,4 +503,34 @@ TDGPU_API int tdgpu_combine_crc32(const uint32_t* crcs, const uint64_t* sizes, u
         for (uint64_t i = 0; i < count; i++) crc = codecs.zlib.crc32_combine(crc, crcs[i], int64_t(sizes[i]));
         *combined = crc;
     });
+}
+
+// --- orders and draws of rows ---
+
+// Of a random key and a place in it, the words: for tests of everything that is made of them.
+TDGPU_API void tdgpu_philox(const RandomKey* key, uint64_t place, uint64_t subplace, std::array<uint64_t, 4>* words) {
+    *words = philox(*key, place, subplace);
+}
+
+TDGPU_API int tdgpu_permute(uint64_t n, const RandomKey* key, uint64_t first, uint64_t stride, uint64_t count,
+                            int64_t* rows) {
+    return guarded([&] { permute(n, *key, first, stride, count, rows); });
+}
+
+TDGPU_API int tdgpu_check_weights(const double* weights, uint64_t n, uint64_t* positive) {
+    return guarded([&] { *positive = check_weights(weights, n); });
+}
+
+TDGPU_API void tdgpu_make_table(const double* weights, uint64_t n, Column* table) {
+    make_table(weights, n, table);
+}
+
+TDGPU_API void tdgpu_draw(const Column* table, uint64_t n, const RandomKey* key, uint64_t first, uint64_t stride,
+                          uint64_t count, int64_t* rows) {
+    draw(table, n, *key, first, stride, count, rows);
+}
+
+TDGPU_API void tdgpu_make_ranks(const double* weights, uint64_t first, uint64_t count, const RandomKey* key,
+                                double* ranks) {
+    make_ranks(weights, first, count, *key, ranks);
 }

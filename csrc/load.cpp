@@ -1,7 +1,10 @@
 #include "load.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 
 #include "patience.h"
@@ -10,6 +13,12 @@ namespace tdgpu {
 namespace {
 
 std::atomic<uint64_t> next_id{1};
+
+// What this thread has had a disk read so far.
+long blocks_read() {
+    struct rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_inblock : 0;
+}
 
 // Bytes that could not be read become 0xFF: NaN in every floating dtype, and never what the memory held before.
 constexpr int kUnreadable = 0xFF;
@@ -26,6 +35,8 @@ void Plan::check(uint32_t events, uint64_t largest_chunk) const {
     }
     std::vector<uint64_t> inflated(runs.size(), 0);  // where each run's next piece may begin
     std::vector<bool> is_begun(runs.size(), false);
+    const auto [lowest, highest] = std::minmax_element(rows.begin(), rows.end());
+    insist(rows.empty() || *lowest >= 0, "a row before the first");
     uint64_t next = 0;
     for (const Chunk& chunk : chunks) {
         insist(chunk.bytes > 0 && chunk.piece_count > 0, "an empty chunk");
@@ -36,9 +47,20 @@ void Plan::check(uint32_t events, uint64_t largest_chunk) const {
         insist(next <= pieces.size(), "a chunk has pieces that are not there");
         for (uint64_t p = chunk.first_piece; p < next; p++) {
             const Piece& piece = pieces[p];
-            insist(piece.file < files.size(), "a piece has a file that is not there");
+            insist(piece.file < (piece.is_gathered() ? sources.size() : files.size()),
+                   "a piece has a file that is not there");
             insist(piece.bytes <= chunk.bytes && piece.chunk_offset <= chunk.bytes - piece.bytes,
                    "a piece leaves its chunk");
+            if (piece.is_gathered()) {
+                const RowSource& source = *sources[piece.file];
+                const uint64_t count = piece.bytes / source.row_bytes();
+                insist(piece.bytes % source.row_bytes() == 0, "gathered rows are cut");
+                insist(piece.offset <= rows.size() && count <= rows.size() - piece.offset,
+                       "a piece has rows that are not in the list");
+                insist(rows.empty() || uint64_t(*highest) < source.rows(), "a row behind the last");
+                insist(chunk.destination != 0, "gathered rows without a destination");
+                continue;
+            }
             if (piece.run == 0) {
                 insist(chunk.destination != 0, "plain bytes without a destination");
                 insist(piece.bytes <= INT64_MAX && piece.offset <= INT64_MAX - piece.bytes, "a piece leaves its file");
@@ -69,7 +91,7 @@ Load::Load(Plan plan, Ring* ring)
 
     // The pieces of each run, found by counting them first.
     for (const Piece& piece : plan_.pieces) {
-        if (piece.run) run_begins_[piece.run]++;
+        if (piece.is_inflated()) run_begins_[piece.run]++;
     }
     for (size_t r = 0; r < plan_.runs.size(); r++) run_begins_[r + 1] += run_begins_[r];
     run_pieces_.resize(run_begins_.back());
@@ -77,7 +99,7 @@ Load::Load(Plan plan, Ring* ring)
     for (uint32_t c = 0; c < chunk_count(); c++) {
         const Chunk& chunk = plan_.chunks[c];
         for (uint32_t p = chunk.first_piece; p < chunk.first_piece + chunk.piece_count; p++) {
-            if (plan_.pieces[p].run) run_pieces_[next[plan_.pieces[p].run - 1]++] = {p, c};
+            if (plan_.pieces[p].is_inflated()) run_pieces_[next[plan_.pieces[p].run - 1]++] = {p, c};
         }
     }
 
@@ -105,7 +127,13 @@ char* Load::place(uint32_t chunk) const {
 void Load::fill(uint32_t chunk, uint32_t first, uint32_t last, Worker& worker, const std::atomic<bool>& stop) {
     const bool has_place = !ring_ || wait_for_place(chunk, stop);
     if (has_place && !is_cancelled()) {
-        for (uint32_t p = first; p < last; p++) read_piece(p, place(chunk) + plan_.pieces[p].chunk_offset, worker);
+        for (uint32_t p = first; p < last; p++) {
+            char* to = place(chunk) + plan_.pieces[p].chunk_offset;
+            if (plan_.pieces[p].is_gathered())
+                gather_piece(p, to);
+            else
+                read_piece(p, to, worker);
+        }
     }
     complete(chunk, last - first);
 }
@@ -205,6 +233,23 @@ void Load::read_piece(uint32_t index, char* to, Worker& worker) {
     memset(to + result.got, kUnreadable, piece.bytes - result.got);
     damage.wanted = piece.offset + piece.bytes;
     damage.found = piece.offset + result.got;
+    record(damage, index);
+}
+
+void Load::gather_piece(uint32_t index, char* to) {
+    const Piece& piece = plan_.pieces[index];
+    const RowSource& source = *plan_.sources[piece.file];
+    const auto begun = std::chrono::steady_clock::now();
+    const long blocks = blocks_read();
+    const Damage damage = source.gather(&plan_.rows[piece.offset], piece.bytes / source.row_bytes(), to);
+    const auto taken = std::chrono::steady_clock::now() - begun;
+    (blocks_read() == blocks ? warm_nanoseconds_ : cold_nanoseconds_)
+        .fetch_add(uint64_t(std::chrono::nanoseconds(taken).count()), std::memory_order_relaxed);
+    if (!damage.any()) {
+        bytes_read_.fetch_add(piece.bytes, std::memory_order_relaxed);
+        return;
+    }
+    memset(to, kUnreadable, piece.bytes);
     record(damage, index);
 }
 

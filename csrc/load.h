@@ -15,18 +15,23 @@
 #include "inflate.h"
 #include "io.h"
 #include "ring.h"
+#include "rows.h"
 
 namespace tdgpu {
 
-// Bytes that lie together, and where in their chunk they go. Part of the C ABI.
+// Bytes that go to one place in their chunk. Part of the C ABI.
 struct Piece {
-    uint64_t offset;  // in the file; or, of a run, in what it inflates to
+    uint64_t offset;  // in the file; of a run, in what it inflates to; of gathered rows, in the plan's list of rows
     uint64_t bytes;
     uint64_t chunk_offset;
-    uint32_t file;    // index into the plan's files
+    uint32_t file;    // index into the plan's files; of gathered rows, into its sources
     uint32_t direct;  // 1: read past the page cache
-    uint32_t run;     // bytes of the run number `run - 1`; 0: plain bytes of the file
+    uint32_t run;     // bytes of the run number `run - 1`; 0: plain bytes of the file; kGathered: rows of a source
     uint32_t leaf;    // the caller's own number of what it belongs to
+
+    bool is_inflated() const { return run != 0 && run != kGathered; }
+    bool is_gathered() const { return run == kGathered; }
+    static constexpr uint32_t kGathered = UINT32_MAX;
 };
 
 // What one copy carries. Part of the C ABI.
@@ -53,7 +58,9 @@ struct Plan {
     std::vector<Source> files;
     std::vector<Piece> pieces;
     std::vector<Chunk> chunks;
-    std::vector<Run> runs;               // each with one piece at least, in order
+    std::vector<Run> runs;  // each with one piece at least, in order
+    std::vector<std::shared_ptr<const RowSource>> sources;
+    std::vector<int64_t> rows;           // which rows are gathered; every piece takes consecutive ones of the list
     uint32_t most_threads = UINT32_MAX;  // readers that may work on this load at a time
 
     // Throws Error(invalid) unless all of it fits together, and the ring: indexes come from outside the core.
@@ -115,6 +122,9 @@ public:
     bool is_filled() const { return chunks_left_.load(std::memory_order_acquire) == 0; }
     bool wait_filled(int64_t milliseconds);
     uint64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
+    // What threads spent on gathering rows, together: those that were in memory, and those for which a disk was read.
+    uint64_t warm_nanoseconds() const { return warm_nanoseconds_.load(std::memory_order_relaxed); }
+    uint64_t cold_nanoseconds() const { return cold_nanoseconds_.load(std::memory_order_relaxed); }
 
     void record(Failure failure);  // the first one is kept
     Failure failure() const;
@@ -124,6 +134,7 @@ private:
     char* place(uint32_t chunk) const;
     Damage open(uint32_t file, bool direct, Worker& worker) const;
     void read_piece(uint32_t index, char* to, Worker& worker);
+    void gather_piece(uint32_t index, char* to);
     Damage inflate_piece(const Run& run, const Piece& piece, bool is_first, bool is_last, char* to, Worker& worker);
     void complete(uint32_t chunk, uint32_t pieces);
     void record(const Damage& damage, uint32_t piece);
@@ -141,6 +152,7 @@ private:
     std::unique_ptr<std::atomic<uint32_t>[]> pieces_left_;  // per chunk
     std::atomic<uint32_t> chunks_left_;
     std::atomic<uint64_t> bytes_read_{0};
+    std::atomic<uint64_t> warm_nanoseconds_{0}, cold_nanoseconds_{0};
     std::atomic<bool> cancelled_{false};
     std::atomic<uint32_t> stranded_from_{UINT32_MAX};
 

@@ -106,7 +106,7 @@ bool Readers::take_from(Cursor& cursor, Work& work) {
         const Chunk& chunk = load.plan().chunks[cursor.chunk];
         const uint32_t end = chunk.first_piece + chunk.piece_count;
         uint32_t& next = cursor.piece;
-        if (pieces[next].run) {
+        if (pieces[next].is_inflated()) {
             // A run goes to whoever comes to its first piece; the others are that thread's, too.
             if (load.begins_run(next)) work.run = pieces[next].run;
             next++;
@@ -114,7 +114,7 @@ bool Readers::take_from(Cursor& cursor, Work& work) {
             work.chunk = cursor.chunk;
             work.first = next;
             uint64_t bytes = 0;
-            while (next < end && !pieces[next].run && next - work.first < kTakePieces && bytes < kTakeBytes)
+            while (next < end && !pieces[next].is_inflated() && next - work.first < kTakePieces && bytes < kTakeBytes)
                 bytes += pieces[next++].bytes;
             work.last = next;
         }

@@ -14,6 +14,12 @@ from tdgpu.append.once import append_memmap, recover_memmap
 from tdgpu.archives.packing import pack_memmap, save
 from tdgpu.archives.unpacking import unpack_memmap
 from tdgpu.archives.verifying import verify_memmap
+from tdgpu.data.dataset import MemmapDataset
+from tdgpu.data.iterable import IterableMemmapDataset
+from tdgpu.data.loader import DeviceLoader
+from tdgpu.data.orders import PermutationSampler, WeightedSampler
+from tdgpu.data.progress import progress
+from tdgpu.data.stats import LoaderStats
 from tdgpu.errors import TdgpuError
 from tdgpu.growing import MemmapReader
 from tdgpu.layout.commit import RecoveryReport
@@ -24,17 +30,24 @@ from tdgpu.transfer import LoadFuture, LoadProgress, synchronize
 __version__ = "0.1.0"
 
 __all__ = [
+    "DeviceLoader",
+    "IterableMemmapDataset",
     "LoadFuture",
     "LoadProgress",
+    "LoaderStats",
     "MemmapAppender",
+    "MemmapDataset",
     "MemmapReader",
+    "PermutationSampler",
     "RecoveryReport",
     "TdgpuError",
+    "WeightedSampler",
     "__version__",
     "append_memmap",
     "load_memmap",
     "options",
     "pack_memmap",
+    "progress",
     "recover_memmap",
     "save",
     "synchronize",

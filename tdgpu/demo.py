@@ -1,8 +1,9 @@
 """``python -m tdgpu demo``: a save, a load and a training loop on real data, in a few seconds.
 
 scikit-learn's digits (1,797 images of 8 x 8 pixels) are written with ``TensorDict.memmap``, loaded with
-:func:`tdgpu.load_memmap` and classified by a small network. In the middle of the training the same save is loaded once
-more with ``non_blocking=True``, and the training goes on with that copy.
+:func:`tdgpu.load_memmap` and classified by a small network. It is trained on the batches of a
+:class:`tdgpu.DeviceLoader`, which takes them from the save. In the middle of the training the save is loaded once more
+with ``non_blocking=True``; with that copy the network is tested.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from rich.text import Text
 from tensordict import TensorDict
 from torch import nn
 
+from tdgpu.data.dataset import MemmapDataset
+from tdgpu.data.loader import DeviceLoader
+from tdgpu.data.stats import LoaderStats
 from tdgpu.errors import DeviceError, InvalidArgument, TdgpuError
 from tdgpu.load import load_memmap
+from tdgpu.transfer import LoadFuture
 
 __all__ = ["render", "run"]
 
@@ -52,7 +57,8 @@ def run(device: str | None = None, save: str | Path | None = None, *, console: C
     Returns:
         What :func:`render` prints: ``device``, ``path``, ``leaves``, ``bytes`` of the save, ``bytes_moved``,
         ``returned_seconds`` (until the call gave the future back), ``load_seconds`` and ``gbps`` (1e9 bytes per second;
-        both None where nothing was moved), ``epochs``, ``train_seconds``, ``accuracy`` (of the test images), ``save``.
+        both None where nothing was moved), ``epochs``, ``train_seconds``, ``waiting`` (the share of the training in
+        which the program waited for data, from 0 to 1), ``accuracy`` (of the test images), ``save``.
 
     Raises:
         InvalidArgument: no such device, the device ``"meta"``, or ``save`` is empty or holds something already.
@@ -89,8 +95,8 @@ def _run(
 
     begun = time.perf_counter()
     with _one_thread():
-        model = _train(loaded, directory, device, console)
-        accuracy = _accuracy(model, loaded["test"])
+        model, again, stats = _train(directory, device, console)
+        accuracy = _accuracy(model, (again or future).result()["test"])
     trained = time.perf_counter() - begun
     if accuracy < GOAL:
         raise TdgpuError(
@@ -108,6 +114,7 @@ def _run(
         "gbps": progress.gbps if moved else None,
         "epochs": EPOCHS,
         "train_seconds": trained,
+        "waiting": stats.stalled,
         "accuracy": accuracy,
         "save": None if kept is None else str(kept),
     }
@@ -125,6 +132,7 @@ def render(report: dict[str, Any], console: Console) -> None:
     table.add_row("loaded after", "n/a" if mapped else f"{report['load_seconds'] * 1e3:.1f} ms")
     table.add_row("GB/s", "n/a" if mapped else f"{report['gbps']:.3f}")
     table.add_row("trained", f"{report['epochs']} epochs in {report['train_seconds']:.1f} s")
+    table.add_row("waited for data", f"{report['waiting']:.1%} of the training")
     table.add_row("test accuracy", f"{report['accuracy']:.1%}")
     if report["save"] is not None:
         table.add_row("save", Text(report["save"], overflow="fold"))
@@ -207,27 +215,28 @@ def _inputs(images: torch.Tensor) -> torch.Tensor:
     return images.flatten(1).float() / 16  # a pixel is 0 to 16
 
 
-def _train(data: TensorDict, directory: Path, device: torch.device, console: Console | None) -> nn.Sequential:
-    generator = torch.Generator().manual_seed(SEED)
-    model = _model(generator).to(device)
+def _train(
+    directory: Path, device: torch.device, console: Console | None
+) -> tuple[nn.Sequential, LoadFuture | None, LoaderStats]:
+    """The trained network, the load from half-way (None without any epochs), and what the loader did."""
+    model = _model(torch.Generator().manual_seed(SEED)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    reload = None
     # Without a terminal there is no bar: a log file wants none.
     silent = console is None or not console.is_terminal
-    for epoch in track(range(EPOCHS), "training", console=console, disable=silent, transient=True):
-        # Half-way the save is loaded again while this epoch computes on the copy that is there.
-        reload = None
-        if epoch == EPOCHS // 2:
-            reload = load_memmap(directory, device=device, non_blocking=True, return_early=True)
-        train = data["train"]
-        for rows in torch.randperm(len(train), generator=generator).split(BATCH_SIZE):
-            batch = train[rows.to(device)]
-            loss = nn.functional.cross_entropy(model(_inputs(batch["images"])), batch["labels"])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        if reload is not None:
-            data = reload.result()
-    return model
+    # The save as a whole has no batch dimension; each of its parts has one.
+    train = MemmapDataset(directory, subpath="train")
+    with DeviceLoader(train, BATCH_SIZE, shuffle=True, seed=SEED, device=device) as loader:
+        for epoch in track(range(EPOCHS), "training", console=console, disable=silent, transient=True):
+            if epoch == EPOCHS // 2:
+                # The save is loaded again while this epoch trains.
+                reload = load_memmap(directory, device=device, non_blocking=True, return_early=True)
+            for batch in loader:
+                loss = nn.functional.cross_entropy(model(_inputs(batch["images"])), batch["labels"])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return model, reload, loader.stats()
 
 
 @torch.no_grad()

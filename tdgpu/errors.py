@@ -24,6 +24,7 @@ __all__ = [
     "AppendError",
     "ArchiveError",
     "ArchiveNotSupported",
+    "BatchTimeout",
     "CaptureError",
     "ChecksumError",
     "DeviceError",
@@ -145,6 +146,12 @@ class SaveLocked(TdgpuError, TimeoutError):
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, (cls, message, facts) = super().__reduce__()
         return rebuild, (cls, message, {**facts, "pid": self.pid})
+
+
+class BatchTimeout(TdgpuError, TimeoutError, RuntimeError):
+    """A loader's batch was not there within ``timeout``. It may be asked for again."""
+
+    __str__ = TdgpuError.__str__
 
 
 class LockedOutError(TdgpuError, RuntimeError):

@@ -33,7 +33,9 @@ def test_on_the_cpu_it_learns_and_claims_no_transfer(mapped):
     assert mapped["accuracy"] >= 0.95
     assert (mapped["device"], mapped["path"], mapped["leaves"], mapped["bytes"]) == ("cpu", "mapped", 4, BYTES)
     assert (mapped["bytes_moved"], mapped["load_seconds"], mapped["gbps"]) == (0, None, None)
+    assert 0 < mapped["waiting"] < 1
     text = printed(mapped)
+    assert f"{mapped['waiting']:.1%} of the training" in text
     assert "bytes mapped" in text
     assert "bytes moved" not in text
 
@@ -44,6 +46,45 @@ def test_on_an_accelerator_it_learns_and_says_what_was_moved(device):
     assert (report["path"], report["leaves"], report["bytes"], report["bytes_moved"]) == ("gated", 4, BYTES, BYTES)
     assert report["gbps"] == pytest.approx(BYTES / report["load_seconds"] / 1e9)
     assert "gated copy stream" in printed(report)
+
+
+def test_it_trains_on_the_batches_of_a_loader(monkeypatch):
+    """On every image once an epoch, on the device, and on nothing else."""
+    loaders = []
+
+    class Watched(demo.DeviceLoader):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options, transform=self.count)
+            self.labels: list[torch.Tensor] = []
+            loaders.append(self)
+
+        def count(self, batch: TensorDict) -> TensorDict:
+            self.labels.append(batch["labels"])
+            return batch
+
+    monkeypatch.setattr(demo, "DeviceLoader", Watched)
+    demo.run("cpu")
+    (loader,) = loaders
+    assert loader.stats().rows == 1437 * demo.EPOCHS
+    epochs = torch.cat(loader.labels).view(demo.EPOCHS, 1437)
+    assert (epochs.sort(1).values == epochs[0].sort().values).all()
+    assert len({tuple(epoch.tolist()) for epoch in epochs}) == demo.EPOCHS  # each in an order of its own
+
+
+def test_the_copy_that_was_loaded_half_way_serves_for_the_test(monkeypatch):
+    real, loads = demo.load_memmap, []
+
+    def load(*args, **kwargs):
+        loads.append(kwargs)
+        future = real(*args, **kwargs)
+        if len(loads) == 2:
+            future.result()["test", "labels"].fill_(10)  # right is nothing then
+        return future
+
+    monkeypatch.setattr(demo, "load_memmap", load)
+    with pytest.raises(TdgpuError, match=r"^0\.0% of the test images"):
+        demo.run("cpu")
+    assert [(load["non_blocking"], load["return_early"]) for load in loads] == [(True, True)] * 2
 
 
 def test_it_repeats_and_leaves_the_global_random_state_alone(mapped):

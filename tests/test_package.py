@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = ["pip install '.[demo]' && python -m tdgpu demo", "pip install '.[test]' && python -m pytest"]
+COMMANDS = ["pip install '.[demo]' && python -m tdgpu demo", "pip install '.[test]' && python -m pytest -n 2"]
 
 
 @pytest.fixture(scope="module")

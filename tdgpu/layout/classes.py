@@ -48,7 +48,8 @@ def resolve(meta: dict[str, Any], where: Where) -> type:
     if type_name == _TENSORDICT_TYPE or identifier == _TENSORDICT_ID:
         return TensorDict
     by_id = [cls for cls in _registered() if identifier is not None and class_id(cls) == identifier]
-    by_name = [cls for cls in _registered() if str(cls) == type_name]
+    # A process that multiprocessing has spawned calls the main script so.
+    by_name = [cls for cls in _registered() if str(cls).replace("'__mp_main__.", "'__main__.") == type_name]
     for cls in by_id + by_name:
         if hasattr(cls, "_load_memmap"):
             return cls

@@ -35,6 +35,7 @@ class Flight(abc.ABC):
         self._pieces = work.pieces
         self._names = names
         self._files = work.files
+        self._sources = work.sources  # threads may still gather from their memory
         self.was_raised = False  # a call has raised the failure: no other one needs to
         self.is_watched = False
 
@@ -53,6 +54,11 @@ class Flight(abc.ABC):
     @abc.abstractmethod
     def failure(self) -> Exception | None:
         """The first thing that went wrong so far."""
+
+    def gathered(self) -> tuple[float, float] | None:
+        """How long threads gathered rows that were in memory, and rows for which a disk was read; None if nobody
+        knows."""
+        return None
 
     @property
     @abc.abstractmethod

@@ -34,6 +34,11 @@ class DeviceEngine:
         self._kept: list[tuple[LoadPlan, DeviceFlight]] = []
 
     @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring."""
+        return self.native.ring_bytes
+
+    @property
     def pinned_bytes(self) -> int:
         """Pinned host memory that copies are staged in."""
         return self.native.pinned_bytes
@@ -49,11 +54,29 @@ class DeviceEngine:
             raise DeviceError(f"TDGPU_PATH=gated, but {self.device} cannot: {self.native.why_host}.")
         return "host" if wanted == "host" or self.native.why_host else "gated"
 
-    def start(
-        self, save: str, leaves: Sequence[Leaf], *, early: bool, verify: bool, most_threads: int
-    ) -> DeviceTransfer:
-        """Allocates, enqueues everything, and returns while the bytes are still on their way."""
+    def make_plan(self, leaves: Sequence[Leaf], *, early: bool, verify: bool, most_threads: int) -> LoadPlan:
+        """Allocates the destinations of leaves, and cuts them into chunks."""
         settings = get_options()
+        return make_plan(
+            leaves,
+            self.device,
+            chunk_bytes=settings.chunk_bytes,
+            ring_bytes=self.native.ring_bytes,
+            threads=self.native.threads,
+            early=early,
+            direct=settings.direct_io,
+            verify=verify,
+            most_threads=most_threads,
+        )
+
+    def start(self, save: str, plan: Callable[[], LoadPlan], *, early: bool) -> DeviceTransfer:
+        """Enqueues everything, and returns while the bytes are still on their way.
+
+        Args:
+            save: the save's path, for messages.
+            plan: allocates the destinations, on the current stream.
+            early: here, the current stream waits for nothing in any case.
+        """
         stream = streams.current_stream(self.device)
         road = self.road()
         if self._enqueuing_thread == threading.get_ident():
@@ -66,18 +89,8 @@ class DeviceEngine:
             try:
                 while not self.native.take_road(road):
                     pass
-                plan = make_plan(
-                    leaves,
-                    self.device,
-                    chunk_bytes=settings.chunk_bytes,
-                    ring_bytes=self.native.ring_bytes,
-                    threads=self.native.threads,
-                    early=early,
-                    direct=settings.direct_io,
-                    verify=verify,
-                    most_threads=most_threads,
-                )
-                return self._enqueue(plan, DeviceFlight(save, plan, road, native.Transfer(self.native)), stream)
+                made = plan()
+                return self._enqueue(made, DeviceFlight(save, made, road, native.Transfer(self.native)), stream)
             finally:
                 self._enqueuing_thread = None
 
@@ -132,6 +145,9 @@ class DeviceFlight(Flight):
 
     def failure(self) -> Exception | None:
         return self.error_of(self.native.report())
+
+    def gathered(self) -> tuple[float, float] | None:
+        return self.native.gathered()
 
     @property
     def moved(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -44,16 +44,19 @@ class GenericEngine:
         self.is_closing = False
 
     @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring."""
+        return self.stage.ring_bytes
+
+    @property
     def pinned_bytes(self) -> int:
         """Pinned host memory that copies are staged in."""
         return len(self.ring) if self.is_pinned else 0
 
-    def start(
-        self, save: str, leaves: Sequence[Leaf], *, early: bool, verify: bool, most_threads: int
-    ) -> GenericTransfer:
-        """Allocates and begins; all is enqueued when it returns, unless `early`."""
+    def make_plan(self, leaves: Sequence[Leaf], *, early: bool, verify: bool, most_threads: int) -> LoadPlan:
+        """Allocates the destinations of leaves, and cuts them into chunks."""
         settings = get_options()
-        plan = make_plan(
+        return make_plan(
             leaves,
             self.device,
             chunk_bytes=settings.chunk_bytes,
@@ -63,12 +66,16 @@ class GenericEngine:
             verify=verify,
             most_threads=most_threads,
         )
-        flight = GenericFlight(save, plan)
+
+    def start(self, save: str, plan: Callable[[], LoadPlan], *, early: bool) -> GenericTransfer:
+        """Begins; all is enqueued when it returns, unless `early`. Arguments as of :meth:`DeviceEngine.start`."""
+        made = plan()
+        flight = GenericFlight(save, made)
         allocated = streams.current_stream(self.device)
         before = torch.Event(self.device)
         before.record(allocated)
-        work = _Work(self, plan, flight, before, allocated)
-        transfer = GenericTransfer(plan, flight, self, allocated)
+        work = _Work(self, made, flight, before, allocated)
+        transfer = GenericTransfer(made, flight, self, allocated)
         work.transfer = weakref.ref(transfer)
         self.watcher.add(flight)
         if early:
@@ -160,6 +167,7 @@ class GenericTransfer(Transfer):
     def __init__(self, plan: LoadPlan, flight: GenericFlight, engine: GenericEngine, stream: torch.Stream) -> None:
         super().__init__(engine.device, flight, plan.tensors(), engine.watcher.watch)
         self.flight: GenericFlight = flight
+        self._stream = stream
         self._settled = weakref.finalize(self, _settle, flight, stream, plan.values, engine.watcher)
         self._settled.atexit = False
 
@@ -167,8 +175,13 @@ class GenericTransfer(Transfer):
         while not self.flight.enqueued.wait(native.SLICE_MS / 1000):
             pass
         self.flight.raise_failure()
+        current = streams.current_stream(self.device)
         if self.flight.end is not None:
-            streams.current_stream(self.device).wait_event(self.flight.end)
+            current.wait_event(self.flight.end)
+        if current != self._stream:
+            # Used on another stream than it was allocated on: the allocator must know.
+            for tensor in self._tensors.values() if leaf is None else (self._tensors[leaf],):
+                (tensor.values() if tensor.is_nested else tensor).record_stream(current)
 
 
 def _settle(flight: GenericFlight, stream: torch.Stream, values: list[torch.Tensor], watcher: Watcher) -> None:

@@ -6,9 +6,11 @@ import abc
 import atexit
 import ctypes
 import os
+import threading
 import weakref
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -51,6 +53,7 @@ class _Report(ctypes.Structure):
     _fields_ = (
         ("bytes_read", c_uint64), ("failed_piece", c_int64), ("wanted", c_uint64), ("found", c_uint64),
         ("cause", c_int32), ("code", c_int32), ("is_filled", c_int32), ("reserved", c_int32),
+        ("warm_ns", c_uint64), ("cold_ns", c_uint64),
     )  # fmt: skip
 
 
@@ -58,12 +61,63 @@ class _CheckedFile(ctypes.Structure):
     _fields_ = (("path", c_char_p), ("inode", c_uint64))
 
 
-class _PlanView(ctypes.Structure):
+class PlanView(ctypes.Structure):
+    """The structure PlanView of csrc/capi.cpp. It borrows what it points to."""
+
+    keep: object = None  # whose memory that is
+
     _fields_ = (
         ("files", POINTER(_CheckedFile)), ("pieces", c_void_p), ("chunks", c_void_p), ("runs", c_void_p),
+        ("sources", POINTER(c_void_p)), ("rows", c_void_p),
         ("file_count", c_uint32), ("piece_count", c_uint32), ("chunk_count", c_uint32), ("run_count", c_uint32),
-        ("most_threads", c_uint32), ("reserved", c_uint32),
+        ("source_count", c_uint32), ("row_count", c_uint32), ("most_threads", c_uint32), ("reserved", c_uint32),
     )  # fmt: skip
+
+
+class RowSource:
+    """The rows of one leaf, of which any may be gathered (``csrc/rows.h``): in a file, or in memory.
+
+    Args:
+        place: path, inode (0: any) and offset in bytes of the first row in a file; or the address of memory, to which
+            `keep` belongs.
+        row_nbytes: bytes of a row.
+        rows: how many there are.
+        keep: whose memory it is.
+
+    Raises:
+        LoadError: the file cannot be opened, is another one, or is too short.
+    """
+
+    _handle = c_void_p()
+
+    def __init__(self, place: tuple[str, int, int] | int, row_nbytes: int, rows: int, keep: object = None) -> None:
+        self._process = os.getpid()
+        self._handle = c_void_p()
+        self._keep = keep
+        self.row_nbytes = row_nbytes
+        self.rows = rows
+        if isinstance(place, int):
+            cause = core().tdgpu_rows_create_over(place, row_nbytes, rows, byref(self._handle))
+        else:
+            path, inode, offset = place
+            cause = core().tdgpu_rows_create(os.fsencode(path), inode, offset, row_nbytes, rows, byref(self._handle))
+        check(cause, "A leaf cannot be opened")
+
+    def __del__(self) -> None:
+        # A forked child has the mapping, too, and may let go of it.
+        if self._handle.value is not None:
+            core().tdgpu_rows_release(byref(self._handle))
+
+    @property
+    def handle(self) -> int:
+        """The core's object."""
+        assert self._handle.value is not None
+        return self._handle.value
+
+
+# What a piece of gathered rows has in the place of the number of a run.
+GATHERED = (1 << 32) - 1
+_NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -71,9 +125,11 @@ class Work:
     """What the readers are to do: the core's ``Plan``.
 
     Attributes:
-        files: paths and inodes.
+        files: paths and inodes. (Of gathered rows, the core does not need them: they are for messages.)
         pieces, chunks, runs: arrays of the core's structures.
         most_threads: readers that may work on it at a time; 0 for all there are.
+        sources: what rows are gathered from.
+        rows: which, int64.
     """
 
     files: Files
@@ -81,17 +137,45 @@ class Work:
     chunks: np.ndarray
     runs: np.ndarray
     most_threads: int = 0
+    sources: Sequence[RowSource] = ()
+    rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)
 
-    def view(self) -> _PlanView:
+    def view(self) -> PlanView:
         """The core's structure, which borrows the arrays."""
         assert self.pieces.dtype == PIECE and self.chunks.dtype == CHUNK and self.runs.dtype == RUN
+        assert self.rows.dtype == np.int64 and self.rows.flags.c_contiguous
+        sources = (c_void_p * len(self.sources))(*[source.handle for source in self.sources])
         files = (_CheckedFile * len(self.files))(
             *[_CheckedFile(os.fsencode(path), inode) for path, inode in self.files]
         )
-        return _PlanView(
+        return PlanView(
             files, self.pieces.ctypes.data, self.chunks.ctypes.data, self.runs.ctypes.data,
-            len(files), len(self.pieces), len(self.chunks), len(self.runs), self.most_threads, 0,
+            sources, self.rows.ctypes.data,
+            len(files), len(self.pieces), len(self.chunks), len(self.runs), len(sources), len(self.rows),
+            self.most_threads, 0,
         )  # fmt: skip
+
+
+class Gather:
+    """Work that is done again and again: from the same sources, to the same places from a moving address on.
+
+    Args:
+        work: its sources, pieces and chunks, whose destinations are counted from 0.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self._view = work.view()
+        self._chunks = work.chunks.view(np.uint64).reshape(len(work.chunks), -1)  # destinations first
+
+    def view_at(self, address: int, rows: np.ndarray) -> PlanView:
+        """The core's structure for rows (int64) that go to an address. It belongs to the caller alone."""
+        chunks = self._chunks.copy()
+        chunks[:, 0] += np.uint64(address)
+        view = PlanView.from_buffer_copy(self._view)
+        view.chunks, view.rows, view.row_count = chunks.ctypes.data, rows.ctypes.data, len(rows)
+        view.keep = chunks, rows
+        return view
 
 
 @dataclass(frozen=True)
@@ -111,12 +195,15 @@ class Report:
 declare(
     {
     "tdgpu_set_pread": (None, c_void_p),
+    "tdgpu_rows_create": (c_int, c_char_p, c_uint64, c_uint64, c_uint64, c_uint64, POINTER(c_void_p)),
+    "tdgpu_rows_create_over": (c_int, c_void_p, c_uint64, c_uint64, POINTER(c_void_p)),
+    "tdgpu_rows_release": (None, POINTER(c_void_p)),
     "tdgpu_engine_create": (c_int, c_void_p, c_int, c_uint64, c_uint32, POINTER(c_void_p)),
     "tdgpu_engine_facts": (
         None, c_void_p, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32), c_char_p, c_size_t,
     ),
     "tdgpu_engine_close": (c_int, c_void_p, c_int64),
-    "tdgpu_transfer_begin": (c_int, c_void_p, POINTER(_PlanView), c_uint32, c_uint64, POINTER(c_void_p)),
+    "tdgpu_transfer_begin": (c_int, c_void_p, POINTER(PlanView), c_uint32, c_uint64, POINTER(c_void_p)),
     "tdgpu_engine_take_road": (c_int, c_void_p, c_int, c_int64, POINTER(c_int)),
     "tdgpu_transfer_pump": (c_int, c_void_p, c_void_p, c_int64, POINTER(c_int)),
     "tdgpu_transfer_abort": (c_int, c_void_p, c_void_p, c_int64, POINTER(c_int)),
@@ -129,7 +216,8 @@ declare(
     "tdgpu_load_report": (None, c_void_p, POINTER(_Report), c_char_p, c_size_t),
     "tdgpu_readers_create": (c_int, c_uint32, POINTER(c_void_p)),
     "tdgpu_readers_destroy": (None, POINTER(c_void_p)),
-    "tdgpu_readers_post": (c_int, c_void_p, POINTER(_PlanView), POINTER(c_void_p)),
+    "tdgpu_readers_post": (c_int, c_void_p, POINTER(PlanView), POINTER(c_void_p)),
+    "tdgpu_read_now": (c_int, POINTER(PlanView), POINTER(c_void_p)),
     "tdgpu_read_load": (c_void_p, c_void_p),
     "tdgpu_read_release": (None, c_void_p),
     "tdgpu_stage_create": (c_int, c_void_p, c_uint64, c_uint32, POINTER(c_void_p)),
@@ -137,7 +225,7 @@ declare(
     "tdgpu_stage_cancel": (None, c_void_p),
     "tdgpu_stage_stop": (None, c_void_p),
     "tdgpu_stage_destroy": (None, POINTER(c_void_p)),
-    "tdgpu_stage_post": (c_int, c_void_p, POINTER(_PlanView), POINTER(c_void_p)),
+    "tdgpu_stage_post": (c_int, c_void_p, POINTER(PlanView), POINTER(c_void_p)),
     "tdgpu_stage_wait_ready": (c_int, c_void_p, c_void_p, c_uint32, c_int64, POINTER(c_uint64)),
     "tdgpu_stage_set_copied": (None, c_void_p, c_void_p, c_uint32),
     "tdgpu_stage_strand": (None, c_void_p, c_uint32),
@@ -198,6 +286,13 @@ class _Load(abc.ABC):
     def wait_filled(self, milliseconds: int = SLICE_MS) -> bool:
         """Whether the readers are through, waiting for up to `milliseconds`."""
         return bool(core().tdgpu_load_wait_filled(self._load, milliseconds))
+
+    def gathered(self) -> tuple[float, float] | None:
+        """How long threads gathered rows that were in memory, and rows for which a disk was read, in seconds; None if
+        something went wrong."""
+        raw = _Report()
+        core().tdgpu_load_report(self._load, byref(raw), None, 0)
+        return None if raw.cause else (raw.warm_ns * 1e-9, raw.cold_ns * 1e-9)
 
     def report(self) -> Report:
         """How far it is."""
@@ -292,11 +387,14 @@ class Readers:
         keep: whose memory they write to. It is held until they have ended, whoever else drops it.
     """
 
+    # An interrupt may come before __init__ is through.
     _handle = c_void_p()
+    _process = 0
 
     def __init__(self, threads: int, keep: object = None) -> None:
-        self._process = os.getpid()
         self._handle = c_void_p()
+        self._closing = threading.RLock()  # a signal handler may close them, too
+        self._process = os.getpid()
         _open_readers.add(self)
         # Not in the object: its end may be interrupted, and then the memory must stay.
         _kept[id(self)] = keep
@@ -305,18 +403,26 @@ class Readers:
     def __del__(self) -> None:
         self.close()
 
-    def post(self, work: Work) -> Read:
-        """Starts reading. The destinations are host addresses, valid until the read is over."""
+    def post(self, work: Work | PlanView) -> Read:
+        """Starts reading. The destinations are host addresses, valid until the read is over.
+
+        Raises:
+            TransferError: the threads have ended.
+        """
+        if self._handle.value is None:
+            raise TransferError("The reader threads have ended.")
         read = Read()
-        check(core().tdgpu_readers_post(self._handle, work.view(), byref(read.handle)), "The read cannot begin")
+        view = work.view() if isinstance(work, Work) else work
+        check(core().tdgpu_readers_post(self._handle, view, byref(read.handle)), "The read cannot begin")
         return read
 
     def close(self) -> None:
         """Joins the threads; reads that are queued, and what is left of those under way, end without being read."""
         if os.getpid() == self._process:
-            if self._handle.value is not None:
-                core().tdgpu_readers_destroy(byref(self._handle))
-            _kept.pop(id(self), None)
+            with self._closing:
+                if self._handle.value is not None:
+                    core().tdgpu_readers_destroy(byref(self._handle))
+                _kept.pop(id(self), None)
 
 
 # Threads must not write to memory of an interpreter that is taken apart.
@@ -384,6 +490,8 @@ class Stage:
 class Read(_Load):
     """A read into host memory. The core fills in its handle as it begins, so that no interrupt can come in between."""
 
+    handle = c_void_p()  # an interrupt may come before __init__ is through
+
     def __init__(self) -> None:
         self.handle = c_void_p()
         self._process = os.getpid()
@@ -401,6 +509,13 @@ class Read(_Load):
     def _load(self) -> int:
         check_process(self._process)
         return int(core().tdgpu_read_load(self.handle))
+
+
+def read_now(view: PlanView) -> Read:
+    """Reads all of it in the calling thread, which nothing interrupts. Nothing is to be inflated."""
+    read = Read()
+    check(core().tdgpu_read_now(view, byref(read.handle)), "The read cannot begin")
+    return read
 
 
 class StagedRead(Read):

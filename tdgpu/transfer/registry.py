@@ -10,7 +10,7 @@ import atexit
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from tdgpu.transfer import library, streams
 from tdgpu.transfer.base import Transfer
 from tdgpu.transfer.engine import DeviceEngine
 from tdgpu.transfer.generic import GenericEngine
+from tdgpu.transfer.plan import LoadPlan
 
 # How long the exit of the process waits for copies under way before it leaves their memory to the system.
 EXIT_MS = 500
@@ -159,7 +160,32 @@ def start(
     """
     engine = engine_for(device)
     engine.watcher.raise_pending()
-    return engine.start(save, leaves, early=early, verify=verify, most_threads=most_threads)
+    return engine.start(
+        save,
+        lambda: engine.make_plan(leaves, early=early, verify=verify, most_threads=most_threads),
+        early=early,
+    )
+
+
+def start_plan(save: str, plan: Callable[[], LoadPlan], device: torch.device) -> Transfer:
+    """Starts what a plan says, whose destinations are on an accelerator; the current stream waits for nothing.
+
+    Args:
+        save: the save's path, for messages.
+        plan: allocates the destinations, on the current stream. Its chunks have at most :func:`most_chunk_bytes`.
+        device: the accelerator, with its index.
+
+    Raises:
+        LoadError, DeviceError: as of :func:`start`.
+    """
+    engine = engine_for(device)
+    engine.watcher.raise_pending()
+    return engine.start(save, plan, early=True)
+
+
+def most_chunk_bytes(device: torch.device) -> int:
+    """Bytes of the largest chunk of which several fit an accelerator's ring."""
+    return engine_for(device).ring_bytes // 4
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:

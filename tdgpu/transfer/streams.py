@@ -70,6 +70,15 @@ def host_buffer(device: torch.device, wanted: int, smallest: int) -> tuple[torch
     return torch.empty(wanted, dtype=torch.uint8), False
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on the device; None if it does not tell."""
+    module = torch.get_device_module(device.type)
+    try:
+        return int(module.mem_get_info(device)[0])
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+
+
 @contextlib.contextmanager
 def on(stream: torch.Stream | None, device: torch.device) -> Iterator[None]:
     """Makes a stream current for a block; None changes nothing."""

@@ -1,0 +1,308 @@
+"""From indices to batches: gathered into host memory, into a device's ring and on to the device, or on the device."""
+
+from __future__ import annotations
+
+import abc
+import time
+
+import numpy as np
+import torch
+
+from tdgpu.data.memory import LARGE, BatchMemory
+from tdgpu.data.rows import Rows
+from tdgpu.errors import BatchTimeout
+from tdgpu.transfer import native, registry, streams
+from tdgpu.transfer.base import Transfer
+from tdgpu.transfer.native import SLICE_MS
+from tdgpu.transfer.plan import LoadPlan
+
+__all__ = ["DeviceFetcher", "Fetch", "Fetcher", "HostFetcher", "ResidentFetcher"]
+
+_CPU = torch.device("cpu")
+
+
+class Fetch(abc.ABC):
+    """A batch under way.
+
+    Attributes:
+        count: how many rows.
+        warm_seconds, cold_seconds: when it is finished, how long threads have gathered what was in memory, and what a
+            disk was read for.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.warm_seconds = self.cold_seconds = 0.0
+
+    @abc.abstractmethod
+    def is_read(self, milliseconds: int) -> bool:
+        """Whether all of its bytes are read, waiting for up to `milliseconds`."""
+
+    @abc.abstractmethod
+    def finish(self) -> list[torch.Tensor]:
+        """The tensors of the leaves, once all is read. The device's current stream waits for their copy; the host does
+        not.
+
+        Raises:
+            LoadError: it could not be read.
+        """
+
+    def follow(self) -> None:  # noqa: B027 - on the CPU there is no such order
+        """Makes the device's current stream wait for the batch if it is another one than at :meth:`finish`."""
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """Gives the batch up, and returns when nothing writes to its memory any more."""
+
+    def result(self, timeout: float) -> list[torch.Tensor]:
+        """The tensors of the leaves, as soon as they are read.
+
+        Args:
+            timeout: seconds to wait; 0 for as long as it takes.
+
+        Raises:
+            BatchTimeout: it takes longer. It goes on.
+            LoadError: it could not be read.
+        """
+        deadline = time.monotonic() + timeout if timeout else None
+        while not self.is_read(SLICE_MS if deadline is None else _slice(deadline)):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise BatchTimeout(f"A batch was not there within {timeout:g} s.")
+        return self.finish()
+
+
+def _slice(deadline: float) -> int:
+    return max(0, min(SLICE_MS, int((deadline - time.monotonic()) * 1000) + 1))
+
+
+class Fetcher(abc.ABC):
+    """Starts batches.
+
+    Attributes:
+        rows: the save's rows.
+        device: where the batches go.
+        says_device: the device that a batch says it is on; None: as the save says.
+    """
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        self.rows = rows
+        self.device = device
+        self.says_device = None if device == _CPU else device
+
+    @abc.abstractmethod
+    def start(self, index: np.ndarray) -> Fetch:
+        """Starts to fetch rows.
+
+        Args:
+            index: int64, at least one, each at least 0 and below ``rows.form.rows``. It is not changed meanwhile.
+
+        Raises:
+            DeviceError, TransferError: the device refuses.
+        """
+
+    def close(self) -> None:  # noqa: B027 - some have nothing to end
+        """Ends what is the fetcher's own. No batch is under way."""
+
+
+# --- to the host ------------------------------------------------------------------------------------------------------
+
+
+class HostFetcher(Fetcher):
+    """Batches on the CPU, gathered by threads of their own."""
+
+    def __init__(self, rows: Rows, threads: int, *, pin: bool, depth: int) -> None:
+        super().__init__(rows, _CPU)
+        # Memory that threads write to must outlive whoever drops the batch: as long as the threads, if need be.
+        self._under_way: set[_HostFetch] = set()
+        self._readers = native.Readers(threads, keep=self._under_way)
+        self._pin = pin
+        self._memory = BatchMemory(depth + 1)
+
+    def start(self, index: np.ndarray) -> Fetch:
+        nbytes = self.rows.form.layout(len(index)).nbytes
+        is_large = nbytes >= LARGE and not self._pin
+        memory, tensors = self.rows.form.empty(
+            len(index), _CPU, pin=self._pin, memory=self._memory.take(nbytes) if is_large else None
+        )
+        return _HostFetch(self.rows, self._readers, index, memory, tensors, self._under_way)
+
+    def close(self) -> None:
+        self._readers.close()
+        self._memory.close()
+
+
+class _HostFetch(Fetch):
+    def __init__(
+        self,
+        rows: Rows,
+        readers: native.Readers,
+        index: np.ndarray,
+        memory: torch.Tensor,
+        tensors: list[torch.Tensor],
+        under_way: set[_HostFetch],
+    ) -> None:
+        super().__init__(len(index))
+        self._rows = rows
+        self._tensors = tensors
+        self._under_way = under_way
+        self._read: native.Read | None = None
+        if tensors and len(index):
+            under_way.add(self)
+            self._read = readers.post(rows.view(index, memory.data_ptr()))
+
+    def is_read(self, milliseconds: int) -> bool:
+        if self._read is None:
+            return True
+        if not self._read.wait_filled(milliseconds):
+            return False
+        self._under_way.discard(self)
+        return True
+
+    def finish(self) -> list[torch.Tensor]:
+        if self._read is not None:
+            seconds = self._read.gathered()
+            if seconds is None:
+                self._rows.raise_failure(self.count, self._read.report())
+            else:
+                self.warm_seconds, self.cold_seconds = seconds
+        return self._tensors
+
+    def cancel(self) -> None:
+        if self._read is not None:
+            self._read.cancel()
+            while not self.is_read(SLICE_MS):
+                pass
+
+
+# --- to a device ------------------------------------------------------------------------------------------------------
+
+
+class DeviceFetcher(Fetcher):
+    """Batches on an accelerator: gathered into the slots of its ring, and copied on its copy stream."""
+
+    def __init__(self, rows: Rows, device: torch.device, most_threads: int) -> None:
+        super().__init__(rows, device)
+        self._most_threads = most_threads
+        self._most_chunk_bytes = registry.most_chunk_bytes(device)
+
+    def start(self, index: np.ndarray) -> Fetch:
+        return _DeviceFetch(self.rows, self.device, index, self._most_chunk_bytes, self._most_threads)
+
+
+class _DeviceFetch(Fetch):
+    def __init__(
+        self, rows: Rows, device: torch.device, index: np.ndarray, most_chunk_bytes: int, most_threads: int
+    ) -> None:
+        super().__init__(len(index))
+        self._form = rows.form
+        self._device = device
+        self._tensors: list[torch.Tensor] = []
+        self._transfer: Transfer | None = None
+
+        def plan() -> LoadPlan:
+            memory, self._tensors = rows.form.empty(len(index), device)
+            work = rows.work(index, memory.data_ptr(), most_chunk_bytes, most_threads)
+            storage, first = memory.untyped_storage(), memory.data_ptr()
+            targets = [(storage, int(address) - first) for address in work.chunks["destination"]]
+            last = len(targets) - 1
+            leaves = rows.form.leaves
+            nbytes = sum(rows.form.row_nbytes) * len(index)
+            # It empties its list when it is given up, and another thread may be about to build this batch then.
+            return LoadPlan(work, targets, leaves, [last] * len(leaves), list(self._tensors), 0, nbytes)
+
+        if not len(index):
+            _, self._tensors = rows.form.empty(0, device)
+        elif rows.form.leaves:
+            self._transfer = registry.start_plan(rows.form.save.prefix, plan, device)
+
+    def is_read(self, milliseconds: int) -> bool:
+        return self._transfer is None or self._transfer.flight.wait_filled(milliseconds)
+
+    def finish(self) -> list[torch.Tensor]:
+        if self._transfer is not None:
+            seconds = self._transfer.flight.gathered()
+            if seconds is None:
+                self._transfer.flight.raise_failure()
+            else:
+                self.warm_seconds, self.cold_seconds = seconds
+            self._stream = streams.current_stream(self._device)
+            self._transfer.wait()
+        return self._tensors
+
+    def follow(self) -> None:
+        if self._transfer is not None and self._stream != streams.current_stream(self._device):
+            self._transfer.wait()
+
+    def cancel(self) -> None:
+        if self._transfer is not None:
+            # The transfer keeps the memory until its copies are over.
+            self._transfer.cancel()
+
+
+# --- on a device ------------------------------------------------------------------------------------------------------
+
+
+class ResidentFetcher(Fetcher):
+    """Batches of a save that is on the device, all of it: gathered there."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        super().__init__(rows, device)
+        form = rows.form
+        self._leaves: list[torch.Tensor] = []
+        self._stream = streams.current_stream(device)
+        if form.rows and form.leaves:
+            transfer = registry.start(form.save.prefix, form.leaves, device, early=False)
+            transfer.synchronize()
+            transfer.wait()
+            self._leaves = [transfer.tensor(leaf) for leaf in form.leaves]
+
+    def start(self, index: np.ndarray) -> Fetch:
+        return _ResidentFetch(self, index)
+
+    def gather(self, index: np.ndarray) -> list[torch.Tensor]:
+        """The tensors of a batch, queued on the current stream."""
+        form = self.rows.form
+        _, tensors = form.empty(len(index), self.device)
+        where = torch.from_numpy(index).to(self.device)
+        current = streams.current_stream(self.device)
+        if len(index):
+            for whole, tensor in zip(self._leaves, tensors, strict=True):
+                torch.index_select(_as_words(whole), 0, where, out=_as_words(tensor))
+                if current != self._stream:
+                    # The allocator must not give its memory away before, should it be dropped meanwhile.
+                    whole.record_stream(current)
+        return tensors
+
+
+def _as_words(rows: torch.Tensor) -> torch.Tensor:
+    """The bytes of rows, as the widest integers that they are: torch does not select rows of every dtype."""
+    flat = rows.view(len(rows), -1).view(torch.uint8)
+    widths = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    return flat.view(next(width for width in widths if flat.shape[1] % width.itemsize == 0))
+
+
+class _ResidentFetch(Fetch):
+    def __init__(self, fetcher: ResidentFetcher, index: np.ndarray) -> None:
+        super().__init__(len(index))
+        self._fetcher = fetcher
+        self._index = index
+
+    def is_read(self, milliseconds: int) -> bool:
+        return True
+
+    def finish(self) -> list[torch.Tensor]:
+        self._tensors = self._fetcher.gather(self._index)
+        self._stream = streams.current_stream(self._fetcher.device)
+        self._gathered = torch.Event(self._fetcher.device)
+        self._gathered.record(self._stream)
+        return self._tensors
+
+    def follow(self) -> None:
+        current = streams.current_stream(self._fetcher.device)
+        if self._stream != current:
+            current.wait_event(self._gathered)
+            for tensor in self._tensors:
+                tensor.record_stream(current)
+
+    def cancel(self) -> None:
+        pass

@@ -1,0 +1,405 @@
+"""Batches that are already on the device: :class:`DeviceLoader`."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, Sampler
+
+from tdgpu.data import arguments, schedule
+from tdgpu.data.arguments import Sharding
+from tdgpu.data.dataset import MemmapDataset
+from tdgpu.data.fetch import DeviceFetcher, Fetcher, HostFetcher, ResidentFetcher
+from tdgpu.data.form import BatchForm
+from tdgpu.data.iterator import LoaderIterator, Progress
+from tdgpu.data.orders import KeyedSampler
+from tdgpu.data.source import Source
+from tdgpu.data.stats import LoaderStats, Stopwatch
+from tdgpu.errors import FormatError
+from tdgpu.options import get as get_options
+from tdgpu.transfer import streams
+
+__all__ = ["DeviceLoader"]
+
+STATE_VERSION = 1
+
+
+class DeviceLoader:
+    """Batches of a save's rows, on a device or on the CPU, for a training loop.
+
+    The arguments are those of :class:`torch.utils.data.DataLoader`, in its order; ``docs/loading.md`` has the table of
+    what each does here. Native threads take the place of worker processes: they gather every leaf of a batch straight
+    into one piece of (pinned) memory, which one copy carries to the device while the program goes on. Batches are of
+    the saved class; their tensors belong to who gets them, and are never written again.
+
+    Args:
+        dataset: a :class:`MemmapDataset`, a ``torch.utils.data.Subset`` of one (as ``random_split`` gives), or the path
+            of a save.
+        batch_size: rows of a batch. None: single rows, without the batch dimension; or whatever ``sampler`` gives lists
+            of indices for.
+        shuffle: True: another order in every epoch, uniform among all. It is DataLoader's for the same ``generator``;
+            without one it follows from ``seed`` and the epoch. ``"permute"``: likewise, in O(1) memory, for saves of
+            billions of rows; it can go on with another number of ranks.
+        sampler: gives the index of each row.
+        batch_sampler: gives the list of indices of each batch.
+        num_workers: native threads that gather; 0: as many as the option ``threads`` says.
+        collate_fn: makes a batch of a list of rows, as in DataLoader. It is called for batches on the CPU, in the
+            calling thread, and is slower than without.
+        pin_memory: whether batches on the CPU are in pinned memory. What goes to a device is pinned in any case.
+        drop_last: whether a last batch that is not full is left out.
+        timeout: seconds to wait for a batch before BatchTimeout is raised; 0: as long as it takes.
+        worker_init_fn, multiprocessing_context, pin_memory_device: refused, for there are no worker processes.
+        generator: a ``torch.Generator`` that ``shuffle=True`` draws from.
+        prefetch_factor: batches that are under way ahead of the one that is handed out, for each of ``num_workers``.
+        persistent_workers: whether the threads stay until :meth:`close`; else they end with each iterator.
+        in_order: batches always come in order.
+        device: where batches go. None: they stay on the CPU.
+        transform: called with each batch, on its device, in the calling thread; its result is handed out.
+        seed: of ``shuffle`` and ``"permute"``; None: ``torch.initial_seed()`` as it is now, and 0 with several ranks,
+            which must agree on it. No global generator is ever drawn from.
+        resident: whether the whole save is kept on the device, and batches are gathered there. "auto": if it takes at
+            most an eighth of the device's free memory.
+        rank, world_size: this process's share of the rows, unless a sampler decides; None: as the running process group
+            says.
+        padding: how ranks get equally many rows if ``drop_last`` is not set. ``"repeat"``: some rows come twice, as
+            with DistributedSampler. ``"mask"``: likewise, and each batch has an entry ``mask_key``, False for those.
+        mask_key: the name of that entry.
+
+    Raises:
+        InvalidArgument, InvalidArgumentType: arguments that contradict each other, or mean nothing here.
+        NotSupported: the save has rows that do not lie one behind the other; it names the level.
+        TdgpuError: the save cannot be read: see :func:`tdgpu.load_memmap`.
+
+    Iterating raises LoadError if a file cannot be read, BatchTimeout, DeviceError, and IndexError for what a sampler
+    gives that is no row.
+
+    Example:
+        >>> import tempfile, torch, tdgpu
+        >>> from tensordict import TensorDict
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     _ = TensorDict(x=torch.arange(10.0), y=torch.arange(10) % 2, batch_size=[10]).memmap(path)
+        ...     loader = DeviceLoader(path, batch_size=4, shuffle=True, seed=0)
+        ...     for epoch in range(2):
+        ...         rows = torch.cat([batch["x"] for batch in loader])
+        ...         print(len(loader), sorted(rows.tolist()) == list(range(10)))
+        3 True
+        3 True
+    """
+
+    def __init__(
+        self,
+        dataset: MemmapDataset | torch.utils.data.Subset[Any] | str | os.PathLike[str],
+        batch_size: int | None = 1,
+        shuffle: bool | str | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = True,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        device: torch.device | str | int | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        seed: int | None = None,
+        resident: bool | str = "auto",
+        rank: int | None = None,
+        world_size: int | None = None,
+        padding: str = "repeat",
+        mask_key: str = "mask",
+    ) -> None:
+        arguments.refuse_processes(worker_init_fn, multiprocessing_context, pin_memory_device)
+        arguments.check_batching(batch_size, shuffle, sampler, batch_sampler, drop_last, generator)
+        self.batch_size = None if batch_sampler is not None else batch_size
+        self.drop_last = drop_last
+        self.sampler = sampler
+        self.batch_sampler = batch_sampler
+        self.generator = generator
+        self.collate_fn = collate_fn
+        self.transform = transform
+        self.num_workers = arguments.whole("num_workers", num_workers, 0)
+        self.prefetch_factor = arguments.whole("prefetch_factor", 2 if prefetch_factor is None else prefetch_factor, 1)
+        self.persistent_workers = persistent_workers
+        self.timeout = arguments.seconds("timeout", timeout)
+        self.pin_memory = pin_memory
+        self.device = arguments.place(device)
+        self.resident = arguments.residence(resident, self.device, collate_fn)
+        self._shuffle = shuffle or False
+        self._source = Source(dataset)
+        has_sampler = sampler is not None or batch_sampler is not None
+        self._sharding = Sharding.checked(rank, world_size, padding, mask_key, has_sampler=has_sampler)
+        self._seed = arguments.seed(seed, self._sharding.world_size)
+        if self._sharding.mask_key is not None:
+            self._source.check_mask(self._sharding.mask_key)
+        self._fetcher: Fetcher | None = None
+        self._fetcher_is_for: tuple[object, int] | None = None
+        self._latest: Progress | None = None
+        self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
+        self._next_epoch = 0
+        self._resume_at = 0  # a position in the next epoch
+        self._watch = Stopwatch()
+
+    @property
+    def dataset(self) -> Any:
+        """What was given."""
+        return self._source.dataset
+
+    # --- iterating ---
+
+    def __iter__(self) -> LoaderIterator:
+        """An iterator over the next epoch. Several may be alive, each with its own epoch."""
+        epoch, position = self._next_epoch, self._resume_at
+        begun = time.perf_counter()
+        fetcher = self._take_fetcher()  # loads all of a resident save
+        self._watch.waited(time.perf_counter() - begun)
+        state = self._drawing_state()
+        if self.generator is not None:
+            schedule.draw_as_dataloader(self.generator)
+        self._next_epoch, self._resume_at = epoch + 1, 0
+        self._latest = Progress(epoch, position, state)
+        iterator = LoaderIterator(self, fetcher, self._batches(epoch, position), self._latest)
+        self._iterators.add(iterator)
+        return iterator
+
+    def __len__(self) -> int:
+        """Batches of an epoch, of this rank.
+
+        Raises:
+            TypeError: the sampler has no length.
+        """
+        length = self._batches(0, 0, draws=False).length
+        if length is None:
+            raise TypeError("The sampler has no length, so the loader has none.")
+        return length
+
+    def _batches(self, epoch: int, position: int, *, draws: bool = True) -> schedule.Epoch:
+        """The batches of an epoch from a position on. ``draws``: the generator may be drawn from."""
+        batch_sampler = self.batch_sampler
+        if batch_sampler is not None:
+            return schedule.Listed(lambda: iter(batch_sampler), schedule.length_of(batch_sampler), position)
+        if self.sampler is not None:
+            return self._sampled(self.sampler, position, draws)
+        rows, generator = self._source.length(), self.generator
+        order: Callable[[], schedule.Order]
+        if self._shuffle == "permute":
+            order = schedule.permutation(rows, self._seed, epoch)
+        elif self._shuffle and generator is None:
+            order = schedule.shuffled(rows, self._seed, epoch)
+        elif self._shuffle and generator is not None and draws:
+            order = schedule.Drawn(rows, generator)
+        else:
+            order = lambda: schedule.Sequential(rows)  # noqa: E731
+        return schedule.Placed(
+            order, rows, self.batch_size, drop_last=self.drop_last, rank=self._sharding.rank,
+            world_size=self._sharding.world_size, position=position,
+        )  # fmt: skip
+
+    def _sampled(self, sampler: Iterable[Any], position: int, draws: bool) -> schedule.Epoch:
+        """Batches of what a sampler gives."""
+        if isinstance(sampler, KeyedSampler):
+            # One of ours, which can be asked for any position; of the epoch that it has now.
+            order = sampler.order() if draws else schedule.Sequential(0)
+            return schedule.Placed(
+                lambda: order, len(sampler), self.batch_size, drop_last=self.drop_last, rank=0, world_size=1,
+                position=max(position, sampler.begin()) if draws else position,
+            )  # fmt: skip
+        length = schedule.length_of(sampler)
+        if self.batch_size is None:
+            return schedule.Listed(lambda: iter(sampler), length, position, singles=True)
+        size, drop_last = self.batch_size, self.drop_last
+        if length is not None:
+            length = length // size if drop_last else -(-length // size)
+        return schedule.Listed(lambda: schedule.batched(sampler, size, drop_last), length, position)
+
+    def _take_fetcher(self) -> Fetcher:
+        """What fetches batches of the save as it is seen now; made anew when that has changed, or after a fork."""
+        wanted = (self._source.version(), os.getpid())
+        if self._fetcher is None or self._fetcher_is_for != wanted or not self.persistent_workers:
+            self._fetcher = self._make_fetcher()
+            self._fetcher_is_for = wanted
+        return self._fetcher
+
+    def _make_fetcher(self) -> Fetcher:
+        settings = get_options()
+        rows = self._source.open(settings.threads)
+        if self.device is None or self.device.type == "cpu" or self.collate_fn is not None:
+            depth = self.prefetch_factor * max(1, self.num_workers)
+            return HostFetcher(
+                rows, self.num_workers or settings.threads, pin=arguments.pins(self.pin_memory), depth=depth
+            )
+        device = (
+            self.device
+            if self.device.index is not None
+            else torch.device(self.device.type, streams.current_index(self.device.type))
+        )
+        if self.resident is True or (self.resident == "auto" and _fits(rows.form, device)):
+            return ResidentFetcher(rows, device)
+        return DeviceFetcher(rows, device, self.num_workers)
+
+    def _forget(self, fetcher: Fetcher) -> None:
+        """A file could not be read: the next iterator opens it anew, in case it is whole again by then."""
+        if self._fetcher is fetcher:
+            self._fetcher = None
+
+    def close(self) -> None:
+        """Ends the threads and all iterators, and gives up what is under way. The loader can be used again."""
+        for iterator in list(self._iterators):
+            iterator.close()
+        # In this order: an interrupt must not leave a fetcher that has ended.
+        fetcher, self._fetcher = self._fetcher, None
+        if fetcher is not None and self._fetcher_is_for is not None and self._fetcher_is_for[1] == os.getpid():
+            fetcher.close()
+
+    def __enter__(self) -> DeviceLoader:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process, or a copy, has threads and iterators of its own."""
+        return {**self.__dict__, "_fetcher": None, "_fetcher_is_for": None, "_iterators": None, "_watch": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _iterators=weakref.WeakSet(), _watch=Stopwatch())
+
+    # --- epochs and state ---
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next iterator, which ``shuffle`` and the sampler depend on; by itself it counts on.
+
+        A position that ``load_state_dict`` has set stays if it is in that epoch.
+        """
+        epoch = arguments.whole("epoch", epoch, 0)
+        if epoch != self._next_epoch:
+            self._next_epoch, self._resume_at = epoch, 0
+        for sampler in self._samplers().values():
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the latest iterator is, by the batches that were handed out (not those under way).
+
+        Within an epoch it is a position in it, also behind an early ``break``, an error or :meth:`close`; behind the
+        last batch's StopIteration, the begin of the next epoch. It is as
+        large as the state of ``generator``, if there is one, else a few numbers.
+        """
+        it = self._latest
+        is_within = it is not None and not it.is_complete
+        state: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "epoch": it.epoch if it is not None and is_within else self._next_epoch,
+            "position": it.position if it is not None and is_within else self._resume_at,
+            "seed": self._seed,
+            "order": self._order(),
+            "rows": self._source.length(),
+            "batch_size": self.batch_size,
+            "world_size": self._world_size(),
+        }
+        return {**state, **(it.state if it is not None and is_within else self._drawing_state())}
+
+    def _drawing_state(self) -> dict[str, Any]:
+        """The state of the generator and the samplers now: that in which an epoch begins."""
+        state: dict[str, Any] = {} if self.generator is None else {"generator": self.generator.get_state()}
+        for name, sampler in self._samplers().items():
+            if isinstance(sampler, DistributedSampler):
+                # All that its order depends on. torchdata's has a state, too: how far it was in the epoch before.
+                state[name] = {"epoch": sampler.epoch}
+            elif isinstance(sampler, KeyedSampler):
+                state[name] = {**sampler.state_dict(), "position": sampler.first}
+            elif hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
+                state[name] = sampler.state_dict()
+            generator = getattr(sampler, "generator", None)
+            if isinstance(generator, torch.Generator) and generator is not self.generator:
+                state[f"{name}.generator"] = generator.get_state()
+        return state
+
+    def _samplers(self) -> dict[str, Any]:
+        inner = getattr(self.batch_sampler, "sampler", None)
+        samplers = {"sampler": self.sampler, "batch_sampler": self.batch_sampler, "batch_sampler.sampler": inner}
+        return {name: sampler for name, sampler in samplers.items() if sampler is not None}
+
+    def _world_size(self) -> int:
+        """Of how many ranks the positions of this loader are."""
+        shares = [getattr(sampler, "num_replicas", None) for sampler in self._samplers().values()]
+        return next((share for share in shares if isinstance(share, int)), self._sharding.world_size)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iterator goes on behind the batches that had been handed out when ``state_dict`` was called.
+
+        The numbers of batches under way and of threads may be others; with an order that this loader makes (not a
+        sampler's) also the number of ranks, and then the batch size. A sampler goes on, too, if its order follows from
+        its epoch, its ``generator``, or what its own ``state_dict`` tells at the begin of an epoch.
+
+        Raises:
+            FormatError: it is no state of a loader, or of one with another order or another number of rows.
+        """
+        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+            raise FormatError(
+                f"This is no state of a DeviceLoader of version {STATE_VERSION}.", save=self._source.prefix
+            )
+        listed = self.sampler is not None or self.batch_sampler is not None
+        same: dict[str, Any] = {"order": self._order()}
+        if not listed:
+            same["rows"] = self._source.length()
+        else:
+            same.update(batch_size=self.batch_size, world_size=self._world_size())
+        for name, here in same.items():
+            if state.get(name) != here:
+                raise FormatError(
+                    f"The state is of a loader with {name} {state.get(name)!r}, and this one has {here!r}.",
+                    save=self._source.prefix,
+                )
+        numbers: list[Any] = [state.get(name) for name in ("epoch", "position", "seed")]
+        if not all(isinstance(number, int) for number in numbers) or min(numbers[:2]) < 0:
+            raise FormatError(
+                f"The state's epoch, position and seed are no numbers: {numbers!r:.200}.", save=self._source.prefix
+            )
+        self._latest = None
+        self._next_epoch, self._resume_at, self._seed = numbers
+        if self.generator is not None and "generator" in state:
+            self.generator.set_state(state["generator"])
+        for name, sampler in self._samplers().items():
+            if name in state and isinstance(sampler, DistributedSampler):
+                sampler.set_epoch(state[name]["epoch"])
+            elif name in state and hasattr(sampler, "load_state_dict"):
+                sampler.load_state_dict(state[name])
+            if f"{name}.generator" in state:
+                sampler.generator.set_state(state[f"{name}.generator"])
+
+    def _order(self) -> str:
+        if self.batch_sampler is not None:
+            return "batch_sampler"
+        if self.sampler is not None:
+            return "sampler"
+        if self._shuffle == "permute":
+            return "permute"
+        return ("generator" if self.generator is not None else "shuffle") if self._shuffle else "sequential"
+
+    # --- what takes how long ---
+
+    def stats(self) -> LoaderStats:
+        """What all iterators of this loader have done, and where the time went."""
+        return self._watch.stats()
+
+    def __repr__(self) -> str:
+        where = "the CPU" if self.device is None else self.device
+        return f"DeviceLoader({self._source!r}, batch_size={self.batch_size}, {self._order()}, on {where})"
+
+
+def _fits(form: BatchForm, device: torch.device) -> bool:
+    """Whether a save takes at most an eighth of the device's free memory."""
+    free = streams.free_memory(device)
+    return free is not None and 8 * sum(form.row_nbytes) * form.rows <= free

@@ -1,0 +1,65 @@
+"""Host memory for large batches, used again when nobody holds the batch any more.
+
+Memory that is fresh from the system is zeroed page by page as it is first written, which takes longer than gathering
+the rows. The C library keeps small blocks, but gives large ones back.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+
+import numpy as np
+import torch
+
+__all__ = ["BatchMemory"]
+
+#: Smaller batches are left to the C library.
+LARGE = 1 << 20
+_ALIGNMENT = 64
+
+
+class BatchMemory:
+    """Blocks of host memory. A block comes back when the last tensor on it is gone, whoever held it.
+
+    Args:
+        most: blocks that are kept for later.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = [most]  # shared with those that are out
+        self._idle: collections.deque[np.ndarray] = collections.deque()
+        self._out: dict[int, weakref.ref[np.ndarray]] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Bytes that are not initialised, as a tensor of uint8, of whose storage tensors can be made."""
+        if nbytes < LARGE:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        block = self._block(nbytes + _ALIGNMENT)
+        skipped = -block.ctypes.data % _ALIGNMENT
+        lent = block[skipped : skipped + nbytes]
+        memory = torch.from_numpy(lent)
+        # The storage holds `lent`; that it is gone is told, whichever thread drops the last tensor.
+        idle, out, most, key = self._idle, self._out, self._most, id(lent)
+
+        def give_back(_: object) -> None:
+            out.pop(key, None)
+            if len(idle) < most[0]:
+                idle.append(block)
+
+        self._out[key] = weakref.ref(lent, give_back)
+        return memory
+
+    def close(self) -> None:
+        """Keeps nothing any more, and what comes back neither."""
+        self._most[0] = 0
+        self._idle.clear()
+
+    def _block(self, nbytes: int) -> np.ndarray:
+        while True:
+            try:
+                block = self._idle.pop()
+            except IndexError:
+                return np.empty(nbytes, np.uint8)
+            if nbytes <= len(block) <= 2 * nbytes:
+                return block

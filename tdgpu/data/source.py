@@ -1,0 +1,110 @@
+"""What a loader takes rows from: a dataset, or a subset of one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from tdgpu.data.dataset import MemmapDataset
+from tdgpu.data.form import BatchForm
+from tdgpu.data.indexing import rows_at
+from tdgpu.data.rows import Rows
+from tdgpu.errors import InvalidArgument, InvalidArgumentType
+from tdgpu.layout.tree import Kind
+
+__all__ = ["Source"]
+
+
+class Source:
+    """A dataset, and which of its rows count.
+
+    Args:
+        dataset: a :class:`MemmapDataset`; a ``torch.utils.data.Subset`` of one, or of such a subset; or a path.
+
+    Raises:
+        InvalidArgumentType: it is something else.
+        TdgpuError: see :class:`MemmapDataset`.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        if isinstance(dataset, (str, os.PathLike)):
+            dataset = MemmapDataset(dataset)
+        self.dataset = dataset
+        # From the outermost subset to the dataset: the index of each row in what it is a subset of.
+        self._subsets: list[torch.utils.data.Subset[Any]] = []
+        inner = dataset
+        while isinstance(inner, torch.utils.data.Subset):
+            self._subsets.append(inner)
+            inner = inner.dataset
+        if not isinstance(inner, MemmapDataset):
+            raise InvalidArgumentType(
+                f"DeviceLoader takes a MemmapDataset, a Subset of one, or a path, not a {type(inner).__name__}. Other"
+                " datasets: torch.utils.data.DataLoader."
+            )
+        self._memmap = inner
+        self._mapping: np.ndarray | None = None
+        self._mapped: tuple[Any, ...] = ()
+
+    @property
+    def prefix(self) -> str:
+        """The save."""
+        return str(self._memmap.prefix)
+
+    def __repr__(self) -> str:
+        return repr(self.dataset)
+
+    def length(self) -> int:
+        """How many rows count."""
+        return len(self.dataset)
+
+    def version(self) -> object:
+        """Something else when the save has been looked at again, and has other rows."""
+        return self._memmap._see()
+
+    def open(self, threads: int) -> Rows:
+        """The save's leaves, opened. Raises NotSupported if its rows cannot be gathered."""
+        seen = self._memmap._see()
+        return Rows(BatchForm(seen.save), threads)
+
+    def check_mask(self, key: str) -> None:
+        """Raises InvalidArgument if batches cannot have a mask as an entry of that name."""
+        save = self._memmap._see().save
+        root = save.root
+        if root.kind is not Kind.TENSORDICT:
+            raise InvalidArgument(
+                f'padding="mask" adds an entry, and a {root.cls.__qualname__} has the fields that it has: save a'
+                " TensorDict that holds it.",
+                save=save.prefix,
+            )
+        if key in root.leaves or key in root.children:
+            raise InvalidArgument(f"The save has an entry {key!r}: give the mask another mask_key.", save=save.prefix)
+
+    def rows_of(self, index: Any, *, is_checked: bool) -> np.ndarray:
+        """The rows of the save that an index means. ``is_checked``: each is at least 0 and below the length.
+
+        Raises:
+            IndexError: there is no such row.
+            InvalidArgumentType: these are no integers.
+        """
+        if not is_checked:
+            index = rows_at(index, self.length())
+        if not self._subsets:
+            return index
+        # Subsets' indices are plain attributes, which may be replaced at any time.
+        lists = tuple(subset.indices for subset in self._subsets)
+        if self._mapping is None or any(a is not b for a, b in zip(lists, self._mapped, strict=True)):
+            self._mapping, self._mapped = self._map(), lists
+        return rows_at(self._mapping[index], len(self._memmap))
+
+    def _map(self) -> np.ndarray:
+        mapping: np.ndarray | None = None
+        inner: Any
+        for subset in self._subsets:
+            inner = subset.dataset
+            indices = rows_at(subset.indices, len(inner))
+            mapping = indices if mapping is None else indices[mapping]
+        assert mapping is not None
+        return mapping
