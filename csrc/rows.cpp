@@ -32,9 +32,9 @@ constexpr uint64_t kHintBytes = 128 << 10;
 // and blocks for which it believes that they are not.
 constexpr uint32_t kLookEvery = 32;
 constexpr int32_t kHintedBlocks = 16;
-// Where the budget is used up, rows up to this size are cheaper to read than to map: a fault costs about two reads, and
-// leaves a window behind that has to be dropped some time. With larger ones the read's copy, which does not go past the
-// caches, costs more than the fault.
+// Where the budget is used up, rows up to this size are cheaper to read than to map: a fault costs as much as two to
+// six reads, depending on how large the parts are that the page cache keeps of the file, and leaves a window behind
+// that has to be dropped some time. From 32 KiB on it is either way, as a read does not copy past the caches.
 constexpr uint64_t kNarrowRow = 16 << 10;
 // Unless that many rows of a block lie together in a window: then one fault for all of them is the cheaper.
 constexpr size_t kDenseRows = 4;
