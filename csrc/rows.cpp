@@ -13,19 +13,17 @@
 #include <unordered_set>
 
 #include "copies.h"
+#include "residency.h"
 #include "sigbus.h"
 
 namespace tdgpu {
 
-std::atomic<uint64_t> resident_budget{kResidentBudget};
 std::atomic<MmapFunction> mmap_function{&::mmap};
 
 namespace {
 
 // --- the page cache --------------------------------------------------------------------------------------------------
 
-// What one fault maps, at most, of pages that are in memory already: the system's fault_around_bytes, aligned alike.
-constexpr uint64_t kWindow = 64 << 10;
 // For one hint the system may read no more than its readahead window, which is 128 KiB where nobody changed it.
 constexpr uint64_t kHintBytes = 128 << 10;
 // Blocks after which a source looks whether its pages are still in memory, although it saw no sign that they are not;
@@ -71,14 +69,8 @@ void hint(uintptr_t begin, uintptr_t end) {
         madvise(reinterpret_cast<void*>(begin), std::min<uint64_t>(end - begin, kHintBytes), MADV_WILLNEED);
 }
 
-// Of all sources: the windows that are touched, and the rows that were read because they were so many.
-std::atomic<int64_t> touched_windows{0};
+// Of all sources: the rows that were read because so many windows were touched.
 std::atomic<uint64_t> rows_read{0};
-
-bool is_budget_used_up() {
-    return uint64_t(std::max<int64_t>(touched_windows.load(std::memory_order_relaxed), 0)) * kWindow >
-           resident_budget.load(std::memory_order_relaxed);
-}
 
 }  // namespace
 
@@ -165,6 +157,7 @@ public:
 
     void add(const RowSource* source) {
         std::lock_guard<std::mutex> lock(mutex_);
+        if (sources_.empty()) residency::begin_anew();
         sources_.insert(source);
     }
     void remove(const RowSource* source) {
@@ -176,6 +169,7 @@ public:
         if (!lock) return;  // another thread is at it
         for (const RowSource* source : sources_) source->drop_touched();
         rows_read.store(0, std::memory_order_relaxed);
+        residency::begin_anew();
     }
 
 private:
@@ -351,7 +345,7 @@ bool RowSource::copy(const Block& block, Reader& reader, char* to, bool streams)
 
 // Before a block is copied: keeps the budget, and sees to it that its pages are in memory or on their way.
 void RowSource::prepare(Block& block, Reader& reader) const {
-    if (is_budget_used_up() && !choose_reads(block, reader)) Registry::get().drop_touched();
+    if (residency::is_used_up() && !choose_reads(block, reader)) Registry::get().drop_touched();
 
     const char* fresh[Block::kMostRows];  // rows of which not all is mapped
     size_t fresh_count = 0;
@@ -363,7 +357,7 @@ void RowSource::prepare(Block& block, Reader& reader) const {
         windows += marked;
         highest = std::max(highest, block.rows[i]);
     }
-    if (windows > 0) touched_windows.fetch_add(windows, std::memory_order_relaxed);
+    if (windows > 0) residency::add_touched(windows);
     const char* end = block.base + (uint64_t(highest) + 1) * block.row_bytes;
     block.reaches_last_page = end > mapping_ + mapped_bytes_ - page_bytes();
 
@@ -444,7 +438,7 @@ void RowSource::drop_touched() const {
     const uint64_t words = mapped_bytes_ / kWindow / 64 + 2;
     int64_t windows = 0;
     for (uint64_t i = 0; i < words; i++) windows += __builtin_popcountll(touched_[i].exchange(0));
-    touched_windows.fetch_sub(windows, std::memory_order_relaxed);
+    residency::remove_touched(windows);
     if (windows > 0) madvise(mapping_, mapped_bytes_, MADV_DONTNEED);
 }
 

@@ -82,11 +82,7 @@ private:
     mutable std::atomic<int32_t> hints_left_{0};  // blocks to hint without asking whether they are in memory
 };
 
-// How much memory the touched pages of all mappings may take together, as far as they can be told.
-constexpr uint64_t kResidentBudget = uint64_t(512) << 20;
-
-// What a test puts in their place: less memory, and file systems that cannot map.
-extern std::atomic<uint64_t> resident_budget;
+// mmap, or what a test puts in its place: file systems that cannot map.
 using MmapFunction = void* (*)(void*, size_t, int, int, int, off_t);
 extern std::atomic<MmapFunction> mmap_function;
 

@@ -1,5 +1,6 @@
 // Rows come as they are in the file, from whichever source, or with a reason why not; a file that shrinks is never a
 // crash; nobody else's SIGBUS is touched; and touched pages do not pile up.
+#include "residency.h"
 #include "rows.h"
 
 #include <sys/resource.h>
@@ -17,9 +18,6 @@
 using namespace tdgpu;
 
 namespace {
-
-// What one touch maps, at most, of a file that is in the page cache.
-constexpr uint64_t kWindow = 64 << 10;
 
 std::vector<int64_t> random_rows(size_t count, uint64_t rows, unsigned seed) {
     std::mt19937_64 random(seed);
@@ -486,6 +484,35 @@ void touched_pages_do_not_pile_up() {
     unlink(path.c_str());
 }
 
+// The page cache may hold what was written in large pieces so that one fault maps much more than a window.
+void large_folios_do_not_pile_up_either() {
+    constexpr uint64_t kFile = 256 << 20, kBudget = 32 << 20;
+    const std::string path = check::new_file();
+    {
+        const std::vector<char> bytes(kFile, 'x');
+        const int descriptor = open(path.c_str(), O_WRONLY | O_CLOEXEC);
+        assert(descriptor >= 0 && write(descriptor, bytes.data(), kFile) == ssize_t(kFile));
+        close(descriptor);
+    }
+    resident_budget = kBudget;
+    {
+        const RowSource source(path, 0, 0, 32 << 10, kFile / (32 << 10));
+        const uint64_t before = resident_file_bytes();
+        uint64_t most = 0;
+        std::vector<int64_t> rows(source.rows());
+        for (size_t i = 0; i < rows.size(); i++) rows[i] = int64_t(i * 7919 % rows.size());
+        std::vector<char> to(8 * (32 << 10));
+        for (size_t first = 0; first < rows.size(); first += 8) {
+            assert(!source.gather(&rows[first], 8, to.data()).any());
+            most = std::max(most, resident_file_bytes() - std::min(before, resident_file_bytes()));
+        }
+        printf("rows: of %lu MiB in large folios at most %lu MiB resident\n", kFile >> 20, most >> 20);
+        assert(most < kBudget + (52 << 20));  // 16 faults of 2 MiB until somebody looks, and a block of 8
+    }
+    resident_budget = kResidentBudget;
+    unlink(path.c_str());
+}
+
 // --- rows that are read, as the budget is used up --------------------------------------------------------------------
 
 std::atomic<size_t> reads{0};
@@ -730,6 +757,7 @@ int main() {
     a_file_that_lost_its_name_keeps_its_rows();
     a_file_is_truncated_while_threads_gather();
     touched_pages_do_not_pile_up();
+    large_folios_do_not_pile_up_either();
     rows_beyond_the_budget_are_read();
     rows_that_lie_together_are_mapped();
     other_rows_take_the_budget_over();
