@@ -18,6 +18,7 @@ std::atomic<int64_t> touched{0};  // windows
 // Where the page cache holds a file in large folios, one fault maps more than a window: up to 2 MiB (seen on Linux 6.18
 // with ext4). So the system is asked now and then how much is resident, and what windows do not explain counts, too.
 constexpr int64_t kLookAfterWindows = 16;
+constexpr int64_t kOthers = 4 << 20;  // what others in this process may have touched meanwhile
 std::atomic<int64_t> touched_at_look{0};
 std::atomic<int64_t> resident_at_begin{-1};
 std::atomic<int64_t> unexplained{0};  // bytes
@@ -41,7 +42,8 @@ void look() {
     touched_at_look.store(windows, std::memory_order_relaxed);
     const int64_t now = resident_bytes(), before = resident_at_begin.load(std::memory_order_relaxed);
     if (now < 0 || before < 0) return;
-    unexplained.store(std::max<int64_t>(0, now - before - windows * int64_t(kWindow)), std::memory_order_relaxed);
+    const int64_t explained = before + windows * int64_t(kWindow) + kOthers;
+    unexplained.store(std::max<int64_t>(0, now - explained), std::memory_order_relaxed);
 }
 
 }  // namespace
