@@ -250,7 +250,10 @@ TDGPU_API int tdgpu_readers_create(uint32_t threads, Readers** readers) {
     return guarded([&] { *readers = new Readers(threads); });
 }
 
-// Joins the threads. Reads that are queued end without being read.
+// Joins the threads. Reads that are queued end without being read, and no more are taken. Not from two threads at once.
+TDGPU_API void tdgpu_readers_stop(Readers* readers) {
+    readers->stop();
+}
 // `readers` is null afterwards: the caller may be interrupted before it can note that itself.
 TDGPU_API void tdgpu_readers_destroy(Readers** readers) {
     delete *readers;

@@ -134,6 +134,12 @@ void Load::fill(uint32_t chunk, uint32_t first, uint32_t last, Worker& worker, c
             else
                 read_piece(p, to, worker);
         }
+    } else if (first < last && plan_.pieces[first].is_gathered()) {
+        // Whoever gave it up, nobody is to take what is there for rows.
+        Failure failure;
+        failure.cause = Cause::cancelled;
+        failure.message = "it was given up before all rows were gathered";
+        record(std::move(failure));
     }
     complete(chunk, last - first);
 }

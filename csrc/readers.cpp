@@ -25,6 +25,7 @@ void Readers::post(std::shared_ptr<Load> load) {
     if (load->is_filled()) return;
     {
         std::lock_guard<std::mutex> lock(mutex_);
+        if (stop_) throw Error(Cause::cancelled, 0, "the readers have ended");
         queue_.push_back({std::move(load), 0, 0});
     }
     posted_.notify_all();

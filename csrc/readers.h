@@ -23,7 +23,7 @@ public:
 
     unsigned thread_count() const { return unsigned(threads_.size()); }
 
-    // Queues all of the load's chunks. Loads are served in the order in which they came, except that
+    // Queues all of the load's chunks. Throws Error(cancelled) after stop(). Loads are served in the order in which they came, except that
     // a load has at most as many threads as its plan allows.
     void post(std::shared_ptr<Load> load);
 

@@ -392,7 +392,7 @@ void RowSource::prepare(Block& block, Reader& reader) const {
 
 // Has those rows of a block read of which not all is mapped. False: better to drop what is touched, and map them.
 bool RowSource::choose_reads(Block& block, Reader& reader) const {
-    if (block.row_bytes > kNarrowRow) return false;
+    if (row_bytes_ > kNarrowRow) return false;  // the last part of a large row may be narrow
     size_t count = 0, windows = 0;
     uintptr_t window = 0;
     for (size_t i = 0; i < block.count; i++) {

@@ -485,6 +485,37 @@ void touched_pages_do_not_pile_up() {
 }
 
 // The page cache may hold what was written in large pieces so that one fault maps much more than a window.
+// A row that is larger than a block is cut, and what is left of it may be narrow: it is none of the narrow rows.
+void large_rows_beyond_the_budget_arrive() {
+    resident_budget = kWindow;
+    for (const uint64_t row_bytes : {(uint64_t(8) << 20) + 16'000, (uint64_t(8) << 20) + 1, uint64_t(9) << 20}) {
+        constexpr uint64_t kRows = 4;
+        const std::string path = check::new_file();
+        std::vector<char> bytes(row_bytes * kRows);
+        std::mt19937_64 random(row_bytes);
+        for (size_t i = 0; i + 8 <= bytes.size(); i += 8) {
+            const uint64_t word = random();
+            memcpy(&bytes[i], &word, 8);
+        }
+        {
+            const int descriptor = open(path.c_str(), O_WRONLY | O_CLOEXEC);
+            assert(descriptor >= 0 && write(descriptor, bytes.data(), bytes.size()) == ssize_t(bytes.size()));
+            close(descriptor);
+        }
+        const RowSource source(path, 0, 0, row_bytes, kRows);
+        std::vector<char> to(row_bytes + 4096, 'e');
+        for (int round = 0; round < 2; round++) {
+            for (const int64_t row : {3, 0, 2, 1}) {
+                assert(!source.gather(&row, 1, to.data()).any());
+                assert(!memcmp(to.data(), &bytes[uint64_t(row) * row_bytes], row_bytes));
+                for (size_t i = row_bytes; i < to.size(); i++) assert(to[i] == 'e');
+            }
+        }
+        unlink(path.c_str());
+    }
+    resident_budget = kResidentBudget;
+}
+
 void large_folios_do_not_pile_up_either() {
     constexpr uint64_t kFile = 256 << 20, kBudget = 32 << 20;
     const std::string path = check::new_file();
@@ -757,6 +788,7 @@ int main() {
     a_file_that_lost_its_name_keeps_its_rows();
     a_file_is_truncated_while_threads_gather();
     touched_pages_do_not_pile_up();
+    large_rows_beyond_the_budget_arrive();
     large_folios_do_not_pile_up_either();
     rows_beyond_the_budget_are_read();
     rows_that_lie_together_are_mapped();

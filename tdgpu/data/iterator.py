@@ -38,12 +38,14 @@ class Progress:
     Attributes:
         epoch: its number.
         position: where the next iterator would have to go on, by the batches that were handed out.
+        rows: how many the epoch's order is of.
         state: of the loader's generator and samplers, as this epoch began.
         is_complete: whether StopIteration was raised behind the last batch.
     """
 
     epoch: int
     position: int
+    rows: int
     state: dict[str, Any]
     is_complete: bool = False
 
@@ -77,7 +79,8 @@ class LoaderIterator(Iterator[Any]):
         self._watch: Stopwatch = loader._watch
         self._lock = threading.Lock()
         self._holder: int | None = None  # the thread that has the lock
-        self._version = loader._source.version()
+        self._length = loader._source.length()
+        self._mapping = loader._source.mapping()
         self.progress = progress
         self.is_over = False
 
@@ -92,12 +95,16 @@ class LoaderIterator(Iterator[Any]):
             raise ForkError("This iterator is the parent process's: make one of the loader here.")
         if self._holder == threading.get_ident():
             raise TdgpuError("A batch was asked for while this thread was asking for one (in a signal handler?).")
-        with self._lock:
-            self._holder = threading.get_ident()
-            try:
-                return self._asked()
-            finally:
-                self._holder = None
+        try:
+            with self._lock:
+                self._holder = threading.get_ident()
+                try:
+                    return self._asked()
+                finally:
+                    self._holder = None
+        finally:
+            if self.is_over:
+                self._end()  # who closed it could not
 
     def _asked(self) -> Any:
         if self.is_over:
@@ -107,7 +114,7 @@ class LoaderIterator(Iterator[Any]):
             self._watch.worked(asked - self._answered)
         try:
             with self._range("tdgpu.DeviceLoader.next"):
-                result, batch = self._next()
+                result, batch = self._next_for_any_mode()
             self._watch.waited(time.perf_counter() - asked)
             finished = self._finished(result, batch)
             self._handed_out += 1
@@ -124,13 +131,23 @@ class LoaderIterator(Iterator[Any]):
         finally:
             self._answered = time.perf_counter()
 
+    def _next_for_any_mode(self) -> tuple[Any, Batch]:
+        if not torch.is_inference_mode_enabled():
+            return self._next()
+        # Batches that are started now may be handed out in a training step.
+        with torch.inference_mode(False):
+            return self._next()
+
     def _next(self) -> tuple[Any, Batch]:
         if not self._parts:
             self._fill(1)
             self._take()
             # Before anything else is done with these, so that the threads have work meanwhile.
             self._fill(max(self._depth, self._together))
-        fetch, tensors, batch = self._parts.popleft()
+        try:
+            fetch, tensors, batch = self._parts.popleft()
+        except IndexError:  # closed meanwhile, by a signal handler or another thread
+            raise StopIteration from None
         fetch.follow()
         return self._fetcher.rows.form.build(tensors, len(batch.rows), self._fetcher.says_device), batch
 
@@ -142,8 +159,13 @@ class LoaderIterator(Iterator[Any]):
             self.progress.is_complete = not self.is_over
             raise StopIteration
         fetch, batches = self._under_way[0]
-        tensors = fetch.result(self._loader.timeout)
-        if self.is_over:  # closed by another thread: it may have been given up half read
+        try:
+            tensors = fetch.result(self._loader.timeout)
+        except TdgpuError:
+            if self.is_over:  # closed meanwhile: it was given up half read
+                raise StopIteration from None
+            raise
+        if self.is_over:
             raise StopIteration
         self._under_way.popleft()
         self._watch.fetched(fetch)
@@ -193,12 +215,15 @@ class LoaderIterator(Iterator[Any]):
             self._together = min(2 * self._together, self._most_together)  # the first batch is not to wait for others
 
     def _start(self, together: list[Batch]) -> None:
-        index = together[0].rows if len(together) == 1 else np.concatenate([batch.rows for batch in together])
-        is_checked = all(batch.is_checked for batch in together)
-        index = self._loader._source.rows_of(index, is_checked=is_checked)
-        if not is_checked or self._loader._source.version() is not self._version:
-            # The dataset may have been refreshed since: this iterator has the rows that there were before.
-            index = rows_at(index, self._fetcher.rows.form.rows)
+        index: Any = together[0].rows if len(together) == 1 else np.concatenate([batch.rows for batch in together])
+        if not all(batch.is_checked for batch in together):
+            index = rows_at(index, self._length)
+        if self._mapping is not None:
+            index = self._mapping[index]
+        # Whatever was refreshed since, this iterator has the rows that there were when it was made.
+        rows = self._fetcher.rows.form.rows
+        if len(index) and not (index.min() >= 0 and index.max() < rows):
+            index = rows_at(index, rows)
         self._under_way.append((self._fetcher.start(index), together))
 
     @staticmethod
@@ -210,24 +235,26 @@ class LoaderIterator(Iterator[Any]):
 
     def close(self) -> None:
         """Gives up what is under way: no more batches come. May be called again, and by any thread."""
-        if self.is_over or self._process != os.getpid():
+        if self._process != os.getpid() or (self.is_over and not self._under_way and not self._parts):
             return
         self.is_over = True
         for fetch, _ in reversed(self._under_way.copy()):
             fetch.cancel()
-        if self._holder == threading.get_ident():
-            self._end()
-        else:
-            with self._lock:  # who waits for a batch has got it now, or it was given up
-                self._end()
+        self._end()
 
     def _end(self) -> None:
-        while self._under_way:
-            self._under_way[-1][0].cancel()
-            self._under_way.pop()
-        self._parts.clear()
-        if not self._loader.persistent_workers:
-            self._fetcher.close()
+        """Lets go of everything, unless a thread is in the middle of ``next``, which does it then."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            while self._under_way:
+                self._under_way[-1][0].cancel()
+                self._under_way.pop()
+            self._parts.clear()
+            if not self._loader.persistent_workers:
+                self._fetcher.close()
+        finally:
+            self._lock.release()
 
     def __del__(self) -> None:
         self.close()

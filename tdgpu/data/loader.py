@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from tdgpu.data import arguments, schedule
 from tdgpu.data.arguments import Sharding
@@ -20,7 +26,7 @@ from tdgpu.data.iterator import LoaderIterator, Progress
 from tdgpu.data.orders import KeyedSampler
 from tdgpu.data.source import Source
 from tdgpu.data.stats import LoaderStats, Stopwatch
-from tdgpu.errors import FormatError
+from tdgpu.errors import FormatError, InvalidArgument
 from tdgpu.options import get as get_options
 from tdgpu.transfer import streams
 
@@ -140,6 +146,11 @@ class DeviceLoader:
         self._source = Source(dataset)
         has_sampler = sampler is not None or batch_sampler is not None
         self._sharding = Sharding.checked(rank, world_size, padding, mask_key, has_sampler=has_sampler)
+        if generator is not None and shuffle and self._sharding.world_size > 1:
+            raise InvalidArgument(
+                "With generator= every rank would draw an order of its own, and rows would be missing: say seed=, or"
+                " give a DistributedSampler."
+            )
         self._seed = arguments.seed(seed, self._sharding.world_size)
         if self._sharding.mask_key is not None:
             self._source.check_mask(self._sharding.mask_key)
@@ -168,7 +179,7 @@ class DeviceLoader:
         if self.generator is not None:
             schedule.draw_as_dataloader(self.generator)
         self._next_epoch, self._resume_at = epoch + 1, 0
-        self._latest = Progress(epoch, position, state)
+        self._latest = Progress(epoch, position, self._source.length(), state)
         iterator = LoaderIterator(self, fetcher, self._batches(epoch, position), self._latest)
         self._iterators.add(iterator)
         return iterator
@@ -226,10 +237,13 @@ class DeviceLoader:
     def _take_fetcher(self) -> Fetcher:
         """What fetches batches of the save as it is seen now; made anew when that has changed, or after a fork."""
         wanted = (self._source.version(), os.getpid())
-        if self._fetcher is None or self._fetcher_is_for != wanted or not self.persistent_workers:
-            self._fetcher = self._make_fetcher()
+        fetcher = self._fetcher
+        is_kept = self.persistent_workers or isinstance(fetcher, ResidentFetcher)
+        if fetcher is None or self._fetcher_is_for != wanted or not is_kept:
+            self._fetcher = fetcher = None  # first, for a save on the device is not to be there twice
+            self._fetcher = fetcher = self._make_fetcher()
             self._fetcher_is_for = wanted
-        return self._fetcher
+        return fetcher
 
     def _make_fetcher(self) -> Fetcher:
         settings = get_options()
@@ -304,7 +318,7 @@ class DeviceLoader:
             "position": it.position if it is not None and is_within else self._resume_at,
             "seed": self._seed,
             "order": self._order(),
-            "rows": self._source.length(),
+            "rows": it.rows if it is not None and is_within else self._source.length(),
             "batch_size": self.batch_size,
             "world_size": self._world_size(),
         }
@@ -352,9 +366,9 @@ class DeviceLoader:
             )
         listed = self.sampler is not None or self.batch_sampler is not None
         same: dict[str, Any] = {"order": self._order()}
-        if not listed:
+        if not listed and state.get("position"):
             same["rows"] = self._source.length()
-        else:
+        if listed:
             same.update(batch_size=self.batch_size, world_size=self._world_size())
         for name, here in same.items():
             if state.get(name) != here:
@@ -367,8 +381,12 @@ class DeviceLoader:
             raise FormatError(
                 f"The state's epoch, position and seed are no numbers: {numbers!r:.200}.", save=self._source.prefix
             )
-        self._latest = None
-        self._next_epoch, self._resume_at, self._seed = numbers
+        if numbers[1] and any(map(_draws_globally, self._samplers().values())):
+            raise InvalidArgument(
+                "A torch sampler without a generator draws another order each time, so it cannot go on in the middle of"
+                " one: give it a generator, or take shuffle=True and seed=.",
+                save=self._source.prefix,
+            )
         if self.generator is not None and "generator" in state:
             self.generator.set_state(state["generator"])
         for name, sampler in self._samplers().items():
@@ -378,6 +396,8 @@ class DeviceLoader:
                 sampler.load_state_dict(state[name])
             if f"{name}.generator" in state:
                 sampler.generator.set_state(state[f"{name}.generator"])
+        self._latest = None
+        self._next_epoch, self._resume_at, self._seed = numbers
 
     def _order(self) -> str:
         if self.batch_sampler is not None:
@@ -397,6 +417,12 @@ class DeviceLoader:
     def __repr__(self) -> str:
         where = "the CPU" if self.device is None else self.device
         return f"DeviceLoader({self._source!r}, batch_size={self.batch_size}, {self._order()}, on {where})"
+
+
+def _draws_globally(sampler: Any) -> bool:
+    """Whether a sampler draws its order from the global generator, anew each time."""
+    kinds = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return isinstance(sampler, kinds) and getattr(sampler, "generator", None) is None
 
 
 def _fits(form: BatchForm, device: torch.device) -> bool:

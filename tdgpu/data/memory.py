@@ -15,7 +15,7 @@ import torch
 __all__ = ["BatchMemory"]
 
 #: Smaller batches are left to the C library.
-LARGE = 1 << 20
+LARGE = 32 << 10
 _ALIGNMENT = 64
 
 

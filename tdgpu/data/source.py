@@ -37,6 +37,7 @@ class Source:
         self._subsets: list[torch.utils.data.Subset[Any]] = []
         inner = dataset
         while isinstance(inner, torch.utils.data.Subset):
+            _refuse_overridden(inner, torch.utils.data.Subset)
             self._subsets.append(inner)
             inner = inner.dataset
         if not isinstance(inner, MemmapDataset):
@@ -44,9 +45,8 @@ class Source:
                 f"DeviceLoader takes a MemmapDataset, a Subset of one, or a path, not a {type(inner).__name__}. Other"
                 " datasets: torch.utils.data.DataLoader."
             )
+        _refuse_overridden(inner, MemmapDataset)
         self._memmap = inner
-        self._mapping: np.ndarray | None = None
-        self._mapped: tuple[Any, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -82,29 +82,26 @@ class Source:
         if key in root.leaves or key in root.children:
             raise InvalidArgument(f"The save has an entry {key!r}: give the mask another mask_key.", save=save.prefix)
 
-    def rows_of(self, index: Any, *, is_checked: bool) -> np.ndarray:
-        """The rows of the save that an index means. ``is_checked``: each is at least 0 and below the length.
+    def mapping(self) -> np.ndarray | None:
+        """Of each row that counts, now, the row of the save; None if all count.
 
         Raises:
-            IndexError: there is no such row.
-            InvalidArgumentType: these are no integers.
+            IndexError: a subset has a row that is not there.
         """
-        if not is_checked:
-            index = rows_at(index, self.length())
-        if not self._subsets:
-            return index
-        # Subsets' indices are plain attributes, which may be replaced at any time.
-        lists = tuple(subset.indices for subset in self._subsets)
-        if self._mapping is None or any(a is not b for a, b in zip(lists, self._mapped, strict=True)):
-            self._mapping, self._mapped = self._map(), lists
-        return rows_at(self._mapping[index], len(self._memmap))
-
-    def _map(self) -> np.ndarray:
         mapping: np.ndarray | None = None
         inner: Any
         for subset in self._subsets:
             inner = subset.dataset
             indices = rows_at(subset.indices, len(inner))
             mapping = indices if mapping is None else indices[mapping]
-        assert mapping is not None
         return mapping
+
+
+def _refuse_overridden(dataset: Any, base: type) -> None:
+    """Raises InvalidArgumentType if rows are not what the dataset's own class gives."""
+    for name in ("__getitem__", "__getitems__", "__len__"):
+        if getattr(type(dataset), name, None) is not getattr(base, name, None):
+            raise InvalidArgumentType(
+                f"{type(dataset).__name__}.{name} would not be called, since native threads fetch the rows: give what"
+                " it does to rows as transform=, or use torch.utils.data.DataLoader."
+            )

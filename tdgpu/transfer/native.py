@@ -94,8 +94,6 @@ class RowSource:
         self._process = os.getpid()
         self._handle = c_void_p()
         self._keep = keep
-        self.row_nbytes = row_nbytes
-        self.rows = rows
         if isinstance(place, int):
             cause = core().tdgpu_rows_create_over(place, row_nbytes, rows, byref(self._handle))
         else:
@@ -174,7 +172,7 @@ class Gather:
         chunks[:, 0] += np.uint64(address)
         view = PlanView.from_buffer_copy(self._view)
         view.chunks, view.rows, view.row_count = chunks.ctypes.data, rows.ctypes.data, len(rows)
-        view.keep = chunks, rows
+        view.keep = self, chunks, rows
         return view
 
 
@@ -215,6 +213,7 @@ declare(
     "tdgpu_load_wait_filled": (c_int, c_void_p, c_int64),
     "tdgpu_load_report": (None, c_void_p, POINTER(_Report), c_char_p, c_size_t),
     "tdgpu_readers_create": (c_int, c_uint32, POINTER(c_void_p)),
+    "tdgpu_readers_stop": (None, c_void_p),
     "tdgpu_readers_destroy": (None, POINTER(c_void_p)),
     "tdgpu_readers_post": (c_int, c_void_p, POINTER(PlanView), POINTER(c_void_p)),
     "tdgpu_read_now": (c_int, POINTER(PlanView), POINTER(c_void_p)),
@@ -401,7 +400,11 @@ class Readers:
         check(core().tdgpu_readers_create(threads, byref(self._handle)), "No reader threads")
 
     def __del__(self) -> None:
-        self.close()
+        # Only now: another thread may be about to post.
+        if os.getpid() == self._process:
+            self.close()
+            if self._handle.value is not None:
+                core().tdgpu_readers_destroy(byref(self._handle))
 
     def post(self, work: Work | PlanView) -> Read:
         """Starts reading. The destinations are host addresses, valid until the read is over.
@@ -409,8 +412,6 @@ class Readers:
         Raises:
             TransferError: the threads have ended.
         """
-        if self._handle.value is None:
-            raise TransferError("The reader threads have ended.")
         read = Read()
         view = work.view() if isinstance(work, Work) else work
         check(core().tdgpu_readers_post(self._handle, view, byref(read.handle)), "The read cannot begin")
@@ -421,7 +422,7 @@ class Readers:
         if os.getpid() == self._process:
             with self._closing:
                 if self._handle.value is not None:
-                    core().tdgpu_readers_destroy(byref(self._handle))
+                    core().tdgpu_readers_stop(self._handle)
                 _kept.pop(id(self), None)
 
 
