@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import shutil
@@ -436,3 +437,13 @@ def test_pickled_contents_are_refused_when_asked(tmp_path):
         MemmapDataset(tmp_path, allow_pickle=False)
     with pytest.warns(FutureWarning, match="pickled"):
         MemmapDataset(tmp_path)
+
+
+def test_a_batch_can_be_saved_by_torch(save):
+    """Which refuses tensors of several dtypes in one memory."""
+    batch = MemmapDataset(save)[[3, 1]]
+    file = io.BytesIO()
+    torch.save(batch.to_dict(), file)
+    assert len(file.getvalue()) < 10_000
+    storages = {leaf.untyped_storage().data_ptr() for leaf in batch.values(True, True)}
+    assert len(storages) == len(list(batch.keys(True, True)))

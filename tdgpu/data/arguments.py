@@ -12,7 +12,18 @@ import torch.distributed
 
 from tdgpu.errors import InvalidArgument, InvalidArgumentType
 
-__all__ = ["Sharding", "check_batching", "pins", "place", "refuse_processes", "residence", "seconds", "seed", "whole"]
+__all__ = [
+    "Sharding",
+    "check_batching",
+    "check_callables",
+    "pins",
+    "place",
+    "refuse_processes",
+    "residence",
+    "seconds",
+    "seed",
+    "whole",
+]
 
 
 def refuse_processes(worker_init_fn: Any, multiprocessing_context: Any, pin_memory_device: str | None) -> None:
@@ -30,6 +41,13 @@ def refuse_processes(worker_init_fn: Any, multiprocessing_context: Any, pin_memo
         raise InvalidArgument(f"multiprocessing_context has no meaning: {why}.")
     if pin_memory_device:
         raise InvalidArgument("pin_memory_device has no meaning: say device=, and batches are on it.")
+
+
+def check_callables(**functions: Any) -> None:
+    """Raises InvalidArgumentType for what cannot be called."""
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise InvalidArgumentType(f"{name} must be a function, got {function!r}.")
 
 
 def check_batching(

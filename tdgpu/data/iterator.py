@@ -115,13 +115,16 @@ class LoaderIterator(Iterator[Any]):
         try:
             with self._range("tdgpu.DeviceLoader.next"):
                 result, batch = self._next_for_any_mode()
-            self._watch.waited(time.perf_counter() - asked)
+            came = time.perf_counter()
+            self._watch.waited(came - asked)
             finished = self._finished(result, batch)
+            self._watch.worked(time.perf_counter() - came)  # collate_fn and transform are the program's
             self._handed_out += 1
             self._watch.handed_out(len(batch.rows), self._fetcher.rows.form.row_total)
             self.progress.position = self._batches.handed_out(self._handed_out)
             return finished
         except BatchTimeout:
+            self._watch.waited(time.perf_counter() - asked)
             raise  # it may be asked for again
         except BaseException as error:
             if isinstance(error, LoadError):
@@ -154,7 +157,7 @@ class LoaderIterator(Iterator[Any]):
     def _take(self) -> None:
         """Waits for what was started first."""
         if not self._under_way:
-            if self._failure is not None:
+            if self._failure is not None and not self.is_over:
                 raise self._failure
             self.progress.is_complete = not self.is_over
             raise StopIteration

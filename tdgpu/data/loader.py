@@ -127,6 +127,7 @@ class DeviceLoader:
         mask_key: str = "mask",
     ) -> None:
         arguments.refuse_processes(worker_init_fn, multiprocessing_context, pin_memory_device)
+        arguments.check_callables(collate_fn=collate_fn, transform=transform)
         arguments.check_batching(batch_size, shuffle, sampler, batch_sampler, drop_last, generator)
         self.batch_size = None if batch_sampler is not None else batch_size
         self.drop_last = drop_last
@@ -268,7 +269,10 @@ class DeviceLoader:
             self._fetcher = None
 
     def close(self) -> None:
-        """Ends the threads and all iterators, and gives up what is under way. The loader can be used again."""
+        """Ends the threads and all iterators, and gives up what is under way. The loader can be used again.
+
+        A loop that another thread is in ends where it is, as if there were no more batches.
+        """
         for iterator in list(self._iterators):
             iterator.close()
         # In this order: an interrupt must not leave a fetcher that has ended.
@@ -366,7 +370,7 @@ class DeviceLoader:
             )
         listed = self.sampler is not None or self.batch_sampler is not None
         same: dict[str, Any] = {"order": self._order()}
-        if not listed and state.get("position"):
+        if state.get("position"):
             same["rows"] = self._source.length()
         if listed:
             same.update(batch_size=self.batch_size, world_size=self._world_size())

@@ -73,7 +73,7 @@ class Rows:
         return self.take(np.array([index], np.int64))[0]
 
     def take(self, index: np.ndarray) -> Any:
-        """A batch of rows on the CPU, gathered by the calling thread.
+        """A batch of rows on the CPU, gathered by the calling thread, each leaf in memory of its own.
 
         Args:
             index: int64, each at least 0 and below ``form.rows``.
@@ -81,17 +81,23 @@ class Rows:
         Raises:
             LoadError: a file has changed under the save.
         """
-        memory, tensors = self.form.empty(len(index), torch.device("cpu"))
-        if len(index) and tensors:
-            self.raise_failure(len(index), native.read_now(self.view(index, memory.data_ptr())).report())
-        return self.form.build(tensors, len(index), None)
+        count, form = len(index), self.form
+        tensors = [
+            torch.empty((count, *row_shape), dtype=leaf.dtype, device="cpu")
+            for leaf, row_shape in zip(form.leaves, form.row_shapes, strict=True)
+        ]
+        if count and tensors:
+            addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+            begins = addresses - np.array(form.layout(count).offsets, np.uint64)  # of the batch, for each leaf another
+            self.raise_failure(count, native.read_now(self.view(index, begins)).report())
+        return form.build(tensors, count, None)
 
-    def view(self, index: np.ndarray, address: int) -> native.PlanView:
+    def view(self, index: np.ndarray, address: int | np.ndarray) -> native.PlanView:
         """What the core is to do to gather rows into memory on the host.
 
         Args:
             index: which rows, int64, at least one.
-            address: of the memory of a batch.
+            address: of the memory of a batch; or, for each leaf, where that would begin (uint64).
         """
         return self._gather(len(index)).view_at(address, index)
 
@@ -125,7 +131,8 @@ class Rows:
         return Work(self.files, pieces, chunks, _NO_RUNS, most_threads, self.sources, index)
 
     def _plan(self, count: int, most_chunk_bytes: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """The pieces and chunks of a batch of so many rows, whose memory begins at 0."""
+        """The pieces and chunks of a batch of so many rows, whose memory begins at 0. Without a limit, each leaf is a
+        chunk."""
         pieces: list[tuple[int, ...]] = []
         chunks: list[tuple[int, ...]] = []
         start, first = 0, 0  # of the chunk that is being filled: its place, and its first piece
@@ -143,7 +150,8 @@ class Rows:
             for row in range(0, count, per_piece):
                 size = nbytes * min(per_piece, count - row)
                 place = offset + nbytes * row
-                if most_chunk_bytes is not None and place + size - start > most_chunk_bytes and len(pieces) > first:
+                is_full = row == 0 if most_chunk_bytes is None else place + size - start > most_chunk_bytes
+                if is_full and len(pieces) > first:
                     chunks.append((start, end - start, first, len(pieces) - first, 0, 0))
                     start, first = place, len(pieces)
                 end = place + size

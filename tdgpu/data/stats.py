@@ -16,7 +16,7 @@ class LoaderStats:
     Attributes:
         batches, rows, nbytes: handed out.
         waiting: the program waited for a batch: what data loading costs it.
-        working: the program did something else between two batches.
+        working: the program did something else between two batches, ``collate_fn`` and ``transform`` included.
         gathering: native threads copied rows that were in memory.
         reading: they waited for rows that were not, and copied those.
     """

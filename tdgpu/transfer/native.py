@@ -166,10 +166,11 @@ class Gather:
         self._view = work.view()
         self._chunks = work.chunks.view(np.uint64).reshape(len(work.chunks), -1)  # destinations first
 
-    def view_at(self, address: int, rows: np.ndarray) -> PlanView:
-        """The core's structure for rows (int64) that go to an address. It belongs to the caller alone."""
+    def view_at(self, address: int | np.ndarray, rows: np.ndarray) -> PlanView:
+        """The core's structure for rows (int64) that go to an address (or one for each chunk, uint64). It belongs to
+        the caller alone."""
         chunks = self._chunks.copy()
-        chunks[:, 0] += np.uint64(address)
+        chunks[:, 0] += np.uint64(address) if isinstance(address, int) else address
         view = PlanView.from_buffer_copy(self._view)
         view.chunks, view.rows, view.row_count = chunks.ctypes.data, rows.ctypes.data, len(rows)
         view.keep = self, chunks, rows
