@@ -25,7 +25,7 @@ def mapped() -> dict[str, Any]:
 
 def printed(report: dict[str, Any]) -> str:
     text = io.StringIO()
-    demo.render(report, Console(file=text, width=100))
+    demo.render(report, Console(file=text, width=300))
     return text.getvalue()
 
 
