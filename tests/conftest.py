@@ -78,3 +78,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     request.getfixturevalue("sim")
     return torch.device("simgpu", 0)
+
+
+@pytest.fixture(params=["cpu", "simgpu"])
+def where(request: pytest.FixtureRequest) -> str | None:
+    """Where batches go: to the CPU, or the simulated device."""
+    if request.param == "cpu":
+        return None
+    request.getfixturevalue("sim")
+    return request.param

@@ -40,14 +40,6 @@ def file(save: Path) -> Path:
     return save / "nested" / "wide.memmap"
 
 
-@pytest.fixture(params=["cpu", "simgpu"])
-def where(request: pytest.FixtureRequest) -> str | None:
-    if request.param == "cpu":
-        return None
-    request.getfixturevalue("sim")
-    return request.param
-
-
 def until_it_fails(
     batches: Iterable[Any], failure: type[Exception] | tuple[type[Exception], ...]
 ) -> tuple[list[int], Any]:

@@ -24,15 +24,6 @@ def save(tmp_path: Path) -> Path:
     return save_rows(tmp_path / "save", 200)
 
 
-@pytest.fixture(params=["cpu", "simgpu"])
-def where(request: pytest.FixtureRequest) -> str | None:
-    """Where batches go: to the CPU, or the simulated device."""
-    if request.param == "cpu":
-        return None
-    request.getfixturevalue("sim")
-    return request.param
-
-
 def threads_become(count: int) -> None:
     """A thread that has been joined may be seen for another moment."""
     wait_until(lambda: len(native_threads()) == count)

@@ -194,7 +194,6 @@ class _DeviceFetch(Fetch):
         self, rows: Rows, device: torch.device, index: np.ndarray, most_chunk_bytes: int, most_threads: int
     ) -> None:
         super().__init__(len(index))
-        self._form = rows.form
         self._device = device
         self._tensors: list[torch.Tensor] = []
         self._transfer: Transfer | None = None

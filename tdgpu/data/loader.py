@@ -205,17 +205,19 @@ class DeviceLoader:
             return self._sampled(self.sampler, position, draws)
         rows, generator = self._source.length(), self.generator
         order: Callable[[], schedule.Order]
+        at_end = None
         if self._shuffle == "permute":
             order = schedule.permutation(rows, self._seed, epoch)
         elif self._shuffle and generator is None:
             order = schedule.shuffled(rows, self._seed, epoch)
         elif self._shuffle and generator is not None and draws:
-            order = schedule.Drawn(rows, generator)
+            order = drawn = schedule.Drawn(rows, generator)
+            at_end = drawn.end
         else:
             order = lambda: schedule.Sequential(rows)  # noqa: E731
         return schedule.Placed(
             order, rows, self.batch_size, drop_last=self.drop_last, rank=self._sharding.rank,
-            world_size=self._sharding.world_size, position=position,
+            world_size=self._sharding.world_size, position=position, at_end=at_end,
         )  # fmt: skip
 
     def _sampled(self, sampler: Iterable[Any], position: int, draws: bool) -> schedule.Epoch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -78,17 +79,13 @@ class Epoch(Iterator[Batch]):
 
     Attributes:
         length: how many batches there are in all, or None where nobody can tell.
-        position: how far the batches that were *handed out* are (the caller counts): see :meth:`handed_out`.
     """
 
     length: int | None = None
 
-    def __next__(self) -> Batch:
-        raise NotImplementedError
-
+    @abstractmethod
     def handed_out(self, batches: int) -> int:
-        """The position after so many batches of this epoch: what ``position=`` takes to go on from there."""
-        raise NotImplementedError
+        """The position after so many batches of this epoch were handed out: what ``position=`` takes to go on there."""
 
 
 class Placed(Epoch):
@@ -104,6 +101,7 @@ class Placed(Epoch):
             all of them.
         rank, world_size: which ranks' rows.
         position: positions of the order that were taken already, by all ranks together.
+        at_end: called when a batch is asked for behind the last one.
     """
 
     def __init__(
@@ -116,8 +114,10 @@ class Placed(Epoch):
         rank: int,
         world_size: int,
         position: int,
+        at_end: Callable[[], None] | None = None,
     ) -> None:
         self._make = order
+        self._at_end = at_end
         self._order: Order | None = None
         self._total = total
         self._is_single = batch_size is None
@@ -137,8 +137,8 @@ class Placed(Epoch):
         begin = self._next * self.batch_size
         count = min(self.batch_size, self._per_rank - begin)
         if count <= 0:
-            if isinstance(self._make, Drawn):
-                self._make.end()
+            if self._at_end is not None:
+                self._at_end()
             raise StopIteration
         self._next += 1
         first = self._start + self._rank + begin * self._world_size

@@ -15,7 +15,7 @@ from tdgpu.layout.growth import Growing
 
 __all__ = ["keep", "take"]
 
-# Leaves and levels of all saves that are remembered. Each takes about a kilobyte.
+# Leaves and levels of all saves that are remembered, about half a kilobyte each.
 MOST = 10_000
 
 # By prefix, those that were kept first in front. Each step on it is one of the interpreter's: an append may end in a
