@@ -7,14 +7,11 @@
 #include <algorithm>
 #include <cstring>
 
+#include "capi.h"
 #include "codecs.h"
 #include "engine.h"
-#include "permutation.h"
 #include "stage.h"
-#include "weighted.h"
 #include "writers.h"
-
-#define TDGPU_API extern "C" __attribute__((visibility("default")))
 
 #ifndef TDGPU_VERSION
 #define TDGPU_VERSION ""
@@ -24,80 +21,6 @@
 #endif
 
 using namespace tdgpu;
-
-namespace {
-
-thread_local int last_code = 0;
-thread_local std::string last_message;
-
-template <class Function>
-int guarded(Function function) {
-    try {
-        function();
-        return int(Cause::none);
-    } catch (const Error& error) {
-        last_code = error.code;
-        last_message = error.what();
-        return int(error.cause);
-    } catch (const std::bad_alloc&) {
-        last_code = 0;
-        last_message = "out of host memory";
-        return int(Cause::memory);
-    } catch (const std::exception& error) {
-        last_code = 0;
-        last_message = error.what();
-        return int(Cause::invalid);
-    }
-}
-
-void copy_text(const std::string& text, char* to, size_t size) {
-    if (size == 0) return;
-    const size_t n = std::min(text.size(), size - 1);
-    memcpy(to, text.data(), n);
-    to[n] = 0;
-}
-
-}  // namespace
-
-using SharedSource = std::shared_ptr<const RowSource>;
-
-// What is to be loaded. Part of the C ABI; the core copies it.
-struct PlanView {
-    const CheckedFile* files;
-    const Piece* pieces;
-    const Chunk* chunks;
-    const Run* runs;
-    const SharedSource* const* sources;
-    const int64_t* rows;
-    uint32_t file_count, piece_count, chunk_count, run_count, source_count, row_count;
-    uint32_t most_threads;  // 0: no limit
-    uint32_t reserved;
-
-    Plan plan() const {
-        Plan plan;
-        plan.files.reserve(file_count);
-        for (uint32_t i = 0; i < file_count; i++) plan.files.push_back({files[i].path, files[i].inode});
-        plan.pieces.assign(pieces, pieces + piece_count);
-        plan.chunks.assign(chunks, chunks + chunk_count);
-        plan.runs.assign(runs, runs + run_count);
-        plan.sources.reserve(source_count);
-        for (uint32_t i = 0; i < source_count; i++) plan.sources.push_back(*sources[i]);
-        plan.rows.assign(rows, rows + row_count);
-        if (most_threads) plan.most_threads = most_threads;
-        return plan;
-    }
-};
-
-// What a load reports of itself. Part of the C ABI.
-struct LoadReport {
-    uint64_t bytes_read;
-    int64_t failed_piece;
-    uint64_t wanted, found;
-    int32_t cause, code;
-    int32_t is_filled;
-    int32_t reserved;
-    uint64_t warm_nanoseconds, cold_nanoseconds;  // of gathered rows
-};
 
 TDGPU_API const char* tdgpu_version() {
     return TDGPU_VERSION;
@@ -119,24 +42,6 @@ TDGPU_API void tdgpu_set_pread(PreadFunction function) {
 // Likewise for pwritev.
 TDGPU_API void tdgpu_set_pwritev(PwritevFunction function) {
     pwritev_function = function ? function : &::pwritev;
-}
-
-// --- rows that can be gathered ---
-
-TDGPU_API int tdgpu_rows_create(const char* path, uint64_t inode, uint64_t offset, uint64_t row_bytes, uint64_t rows,
-                                SharedSource** source) {
-    return guarded(
-        [&] { *source = new SharedSource(std::make_shared<const RowSource>(path, inode, offset, row_bytes, rows)); });
-}
-
-TDGPU_API int tdgpu_rows_create_over(const char* memory, uint64_t row_bytes, uint64_t rows, SharedSource** source) {
-    return guarded([&] { *source = new SharedSource(std::make_shared<const RowSource>(memory, row_bytes, rows)); });
-}
-
-// Loads that are under way keep it. `source` is null afterwards.
-TDGPU_API void tdgpu_rows_release(SharedSource** source) {
-    delete *source;
-    *source = nullptr;
 }
 
 // --- drivers ---
@@ -228,23 +133,11 @@ TDGPU_API int tdgpu_load_wait_filled(Load* load, int64_t milliseconds) {
 }
 
 TDGPU_API void tdgpu_load_report(Load* load, LoadReport* report, char* message, size_t size) {
-    const Failure failure = load->failure();
-    *report = LoadReport{load->bytes_read(),
-                         failure.piece,
-                         failure.wanted,
-                         failure.found,
-                         int32_t(failure.cause),
-                         failure.code,
-                         int32_t(load->is_filled()),
-                         0,
-                         load->warm_nanoseconds(),
-                         load->cold_nanoseconds()};
-    copy_text(failure.message, message, size);
+    *report = report_of(*load);
+    copy_text(load->failure().message, message, size);
 }
 
 // --- reads into host memory, without a device ---
-
-using SharedLoad = std::shared_ptr<Load>;
 
 TDGPU_API int tdgpu_readers_create(uint32_t threads, Readers** readers) {
     return guarded([&] { *readers = new Readers(threads); });
@@ -266,23 +159,6 @@ TDGPU_API int tdgpu_readers_post(Readers* readers, const PlanView* view, SharedL
         plan.check(0, UINT64_MAX);
         auto load = std::make_shared<Load>(std::move(plan), nullptr);
         readers->post(load);
-        *read = new SharedLoad(std::move(load));
-    });
-}
-
-// Reads all of it in the calling thread; nothing is to be inflated.
-TDGPU_API int tdgpu_read_now(const PlanView* view, SharedLoad** read) {
-    return guarded([&] {
-        Plan plan = view->plan();
-        plan.check(0, UINT64_MAX);
-        if (!plan.runs.empty()) throw Error(Cause::invalid, 0, "runs are inflated by readers");
-        auto load = std::make_shared<Load>(std::move(plan), nullptr);
-        Worker worker;
-        const std::atomic<bool> stop{false};
-        for (uint32_t i = 0; i < load->chunk_count(); i++) {
-            const Chunk& chunk = load->plan().chunks[i];
-            load->fill(i, chunk.first_piece, chunk.first_piece + chunk.piece_count, worker, stop);
-        }
         *read = new SharedLoad(std::move(load));
     });
 }
@@ -506,34 +382,4 @@ TDGPU_API int tdgpu_combine_crc32(const uint32_t* crcs, const uint64_t* sizes, u
         for (uint64_t i = 0; i < count; i++) crc = codecs.zlib.crc32_combine(crc, crcs[i], int64_t(sizes[i]));
         *combined = crc;
     });
-}
-
-// --- orders and draws of rows ---
-
-// Of a random key and a place in it, the words: for tests of everything that is made of them.
-TDGPU_API void tdgpu_philox(const RandomKey* key, uint64_t place, uint64_t subplace, std::array<uint64_t, 4>* words) {
-    *words = philox(*key, place, subplace);
-}
-
-TDGPU_API int tdgpu_permute(uint64_t n, const RandomKey* key, uint64_t first, uint64_t stride, uint64_t count,
-                            int64_t* rows) {
-    return guarded([&] { permute(n, *key, first, stride, count, rows); });
-}
-
-TDGPU_API int tdgpu_check_weights(const double* weights, uint64_t n, uint64_t* positive) {
-    return guarded([&] { *positive = check_weights(weights, n); });
-}
-
-TDGPU_API void tdgpu_make_table(const double* weights, uint64_t n, Column* table) {
-    make_table(weights, n, table);
-}
-
-TDGPU_API void tdgpu_draw(const Column* table, uint64_t n, const RandomKey* key, uint64_t first, uint64_t stride,
-                          uint64_t count, int64_t* rows) {
-    draw(table, n, *key, first, stride, count, rows);
-}
-
-TDGPU_API void tdgpu_make_ranks(const double* weights, uint64_t first, uint64_t count, const RandomKey* key,
-                                double* ranks) {
-    make_ranks(weights, first, count, *key, ranks);
 }

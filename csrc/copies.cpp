@@ -13,7 +13,7 @@ namespace {
 // From here on a copy of our own. The C library's takes the processor's string copy for such rows, which is 4 times
 // slower on some processors where source and destination are a few bytes apart in their pages.
 constexpr uint64_t kWideRow = 2048;
-// From here on a call's bytes go past the caches: they would not stay there until somebody reads them, and to write
+// From here on a batch's bytes go past the caches: they would not stay there until somebody reads them, and to write
 // past the caches saves reading the destination first. Below, it costs more than it saves.
 constexpr uint64_t kStreamBytes = 4 << 20;
 
@@ -88,8 +88,8 @@ void copy_wide(char* to, const char* from, uint64_t bytes, bool streams) {
 
 }  // namespace
 
-bool streams_pay(uint64_t row_bytes, size_t count) {
-    return row_bytes >= kWideRow && count * row_bytes >= kStreamBytes;
+bool streams_pay(uint64_t row_bytes, uint64_t together) {
+    return row_bytes >= kWideRow && together >= kStreamBytes;
 }
 
 void end_streaming() {

@@ -9,8 +9,8 @@ namespace tdgpu {
 // How many of `count` rows, of which there is one at least, follow each other from the first on.
 size_t run_length(const int64_t* rows, size_t count);
 
-// Whether a call that copies so many rows should write them past the caches.
-bool streams_pay(uint64_t row_bytes, size_t count);
+// Whether rows should be written past the caches where so many bytes are gathered together.
+bool streams_pay(uint64_t row_bytes, uint64_t together);
 
 // Copies rows, one behind the other, to `to`.
 void copy_rows(const char* base, uint64_t row_bytes, const int64_t* rows, size_t count, char* to, bool streams);

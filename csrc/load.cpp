@@ -92,6 +92,7 @@ Load::Load(Plan plan, Ring* ring)
     // The pieces of each run, found by counting them first.
     for (const Piece& piece : plan_.pieces) {
         if (piece.is_inflated()) run_begins_[piece.run]++;
+        if (piece.is_gathered()) gathered_bytes_ += piece.bytes;
     }
     for (size_t r = 0; r < plan_.runs.size(); r++) run_begins_[r + 1] += run_begins_[r];
     run_pieces_.resize(run_begins_.back());
@@ -247,7 +248,7 @@ void Load::gather_piece(uint32_t index, char* to) {
     const RowSource& source = *plan_.sources[piece.file];
     const auto begun = std::chrono::steady_clock::now();
     const long blocks = blocks_read();
-    const Damage damage = source.gather(&plan_.rows[piece.offset], piece.bytes / source.row_bytes(), to);
+    const Damage damage = source.gather(&plan_.rows[piece.offset], piece.bytes / source.row_bytes(), to, gathered_bytes_);
     const auto taken = std::chrono::steady_clock::now() - begun;
     (blocks_read() == blocks ? warm_nanoseconds_ : cold_nanoseconds_)
         .fetch_add(uint64_t(std::chrono::nanoseconds(taken).count()), std::memory_order_relaxed);

@@ -143,6 +143,7 @@ private:
     Ring* const ring_;
     const uint64_t id_;
     std::vector<Span> spans_;
+    uint64_t gathered_bytes_ = 0;  // of all pieces
     struct RunPiece {
         uint32_t piece, chunk;
     };

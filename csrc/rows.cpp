@@ -242,20 +242,19 @@ void RowSource::map(int descriptor) {
     Registry::get().add(this);
 }
 
-Damage RowSource::gather(const int64_t* rows, size_t count, char* to) const {
+Damage RowSource::gather(const int64_t* rows, size_t count, char* to, uint64_t together) const {
     if (count == 0 || row_bytes_ == 0) return {};
-    if (mapping_) return gather_mapped(rows, count, to);
+    const bool streams = streams_pay(row_bytes_, std::max(together, row_bytes_ * count));
+    if (mapping_) return gather_mapped(rows, count, to, streams);
     if (!first_row_) return gather_by_reads(rows, count, to);
-    const bool streams = streams_pay(row_bytes_, count);
     copy_rows(first_row_, row_bytes_, rows, count, to, streams);
     if (streams) end_streaming();
     return {};
 }
 
-Damage RowSource::gather_mapped(const int64_t* rows, size_t count, char* to) const {
+Damage RowSource::gather_mapped(const int64_t* rows, size_t count, char* to, bool streams) const {
     SigbusGuard guard(mapping_, mapped_bytes_, lost_);
     if (!guard.holds()) return gather_by_reads(rows, count, to);
-    const bool streams = streams_pay(row_bytes_, count);
     bool reaches_last_page = false;
     Blocks blocks(*this, rows, count);
     Reader reader(*this);

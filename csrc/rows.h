@@ -38,8 +38,9 @@ public:
 
     // Copies rows, one behind the other, to `to`. Every index is below rows() (the caller has checked). Thread-safe.
     // Returns what went wrong; then bytes of `to` may be anything. A mapped file that was once found too short, or
-    // that could not be read, stays an error.
-    Damage gather(const int64_t* rows, size_t count, char* to) const;
+    // that could not be read, stays an error. `together`: bytes of all that is gathered at this time, of which this may
+    // be a part.
+    Damage gather(const int64_t* rows, size_t count, char* to, uint64_t together = 0) const;
 
 private:
     struct Block;
@@ -48,7 +49,7 @@ private:
     class Registry;
 
     void map(int descriptor);
-    Damage gather_mapped(const int64_t* rows, size_t count, char* to) const;
+    Damage gather_mapped(const int64_t* rows, size_t count, char* to, bool streams) const;
     Damage gather_by_reads(const int64_t* rows, size_t count, char* to) const;
     Damage read_rows(File& file, const int64_t* rows, size_t count, char* to) const;
     void prepare(Block& block, Reader& reader) const;

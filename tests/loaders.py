@@ -78,4 +78,4 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 def ahead(iterator: Any) -> int:
     """How many batches an iterator has or reads that nobody has asked for yet."""
-    return len(iterator._parts) + sum(len(batches) for _, batches in iterator._under_way)
+    return len(iterator._waiting) + sum(len(run.sizes) for _, run in iterator._under_way)

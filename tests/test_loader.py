@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Subset, random_split
 import tdgpu
 from tdgpu import DeviceLoader, MemmapDataset
 from tdgpu.errors import BatchTimeout, InvalidArgumentType, NotSupported, UnknownKeyError
-from tdgpu.transfer import native
+from tdgpu.transfer.gather import GatheredRead
 
 PLACES: dict[str, dict[str, Any]] = {
     "cpu": {},
@@ -420,7 +420,7 @@ def test_a_timeout_on_the_cpu_may_be_asked_again(save, monkeypatch):
     iterator = iter(loader)
     assert numbers(next(iterator)) == [0, 1, 2, 3]
     with monkeypatch.context() as slow:
-        slow.setattr(native.Read, "wait_filled", lambda *_: False)
+        slow.setattr(GatheredRead, "is_over", lambda *_: False)
         for _ in range(2):
             with pytest.raises(BatchTimeout, match=r"A batch was not there within 0\.05 s"):
                 next(iterator)

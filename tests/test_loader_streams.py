@@ -18,6 +18,7 @@ from test_load_device import MACHINES, machine
 
 import tdgpu
 from tdgpu import DeviceLoader
+from tdgpu.data import iterator as iterator_module
 from tdgpu.data.fetch import _DeviceFetch
 
 COUNT = 240
@@ -293,9 +294,11 @@ def test_a_mask_comes_in_the_order_of_the_stream(sim, save):
 @pytest.mark.parametrize("device", [None, "simgpu"])
 @pytest.mark.parametrize(("factor", "workers"), [(1, 0), (2, 0), (2, 3), (9, 0)])
 @pytest.mark.parametrize("width", [1, 10_000])
-def test_batches_are_read_before_they_are_asked_for(sim, tmp_path, device, factor, workers, width):
+def test_batches_are_read_before_they_are_asked_for(sim, tmp_path, monkeypatch, device, factor, workers, width):
     """As many as were asked for, each completely: on the device, too. Small ones come several at a time."""
     sim.set(delay_us=100)
+    if width > 1:
+        monkeypatch.setattr(iterator_module, "TOGETHER", 1)
     wide = torch.arange(120.0).view(120, 1).repeat(1, width)
     TensorDict(a=wide, batch_size=[120]).memmap(tmp_path)
     loader = DeviceLoader(tmp_path, 10, device=device, prefetch_factor=factor, num_workers=workers)

@@ -13,6 +13,7 @@ from tdgpu.data.rows import Rows
 from tdgpu.errors import BatchTimeout
 from tdgpu.transfer import native, registry, streams
 from tdgpu.transfer.base import Transfer
+from tdgpu.transfer.gather import GatheredRead
 from tdgpu.transfer.native import SLICE_MS
 from tdgpu.transfer.plan import LoadPlan
 
@@ -82,12 +83,17 @@ class Fetcher(abc.ABC):
         rows: the save's rows.
         device: where the batches go.
         says_device: the device that a batch says it is on; None: as the save says.
+        together_bytes: what batches may have together that are fetched at a time.
+        has_streams: whether a batch is for one stream at a time (:meth:`Fetch.follow`).
     """
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         self.rows = rows
         self.device = device
-        self.says_device = None if device == _CPU else device
+        self.has_streams = device != _CPU
+        # To begin costs as much as this many bytes take to be gathered, or less; on the CPU the caches keep them.
+        self.together_bytes = 4 << 20 if self.has_streams else 1 << 20
+        self.says_device = device if self.has_streams else None
 
     @abc.abstractmethod
     def start(self, index: np.ndarray) -> Fetch:
@@ -145,26 +151,26 @@ class _HostFetch(Fetch):
         self._rows = rows
         self._tensors = tensors
         self._under_way = under_way
-        self._read: native.Read | None = None
+        self._read: GatheredRead | None = None
         if tensors and len(index):
             under_way.add(self)
-            self._read = readers.post(rows.view(index, memory.data_ptr()))
+            self._read = rows.post(readers, index, memory.data_ptr())
 
     def is_read(self, milliseconds: int) -> bool:
         if self._read is None:
             return True
-        if not self._read.wait_filled(milliseconds):
+        if not self._read.is_over(milliseconds):
             return False
         self._under_way.discard(self)
         return True
 
     def finish(self) -> list[torch.Tensor]:
-        if self._read is not None:
-            seconds = self._read.gathered()
-            if seconds is None:
+        outcome = None if self._read is None else self._read.outcome
+        if outcome is not None:
+            if outcome.cause:
+                assert self._read is not None
                 self._rows.raise_failure(self.count, self._read.report())
-            else:
-                self.warm_seconds, self.cold_seconds = seconds
+            self.warm_seconds, self.cold_seconds = outcome.warm_ns * 1e-9, outcome.cold_ns * 1e-9
         return self._tensors
 
     def cancel(self) -> None:

@@ -7,17 +7,16 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
 from tdgpu.data.fetch import Fetch, Fetcher
 from tdgpu.data.indexing import rows_at
-from tdgpu.data.schedule import Batch, Epoch, Placed
+from tdgpu.data.schedule import Epoch, Run
 from tdgpu.data.stats import Stopwatch
 from tdgpu.errors import BatchTimeout, ForkError, LoadError, TdgpuError
 
@@ -26,28 +25,69 @@ if TYPE_CHECKING:
 
 __all__ = ["LoaderIterator", "Progress"]
 
-# Batches that are fetched at a time, if they have fewer bytes together. Who keeps one keeps the memory of all of them.
-TOGETHER = 16
-TOGETHER_BYTES = 256 << 10
+# Batches that are fetched at a time, at most. Who keeps one keeps the memory of them all.
+TOGETHER = 64
 
 
-@dataclass
+class _Built(NamedTuple):
+    """A batch that waits to be finished and handed out.
+
+    Attributes:
+        batch: with its first batch dimension.
+        fetch: what has fetched it.
+        size: how many rows it has.
+        real: how many of them count (it may be more).
+        is_single: whether its row is handed out without the batch dimension.
+    """
+
+    batch: Any
+    fetch: Fetch
+    size: int
+    real: int
+    is_single: bool
+
+
 class Progress:
     """How far an iterator is, which the loader tells when the iterator itself is gone.
 
     Attributes:
         epoch: its number.
-        position: where the next iterator would have to go on, by the batches that were handed out.
         rows: how many the epoch's order is of.
         state: of the loader's generator and samplers, as this epoch began.
         is_complete: whether StopIteration was raised behind the last batch.
+        built: batches that were ever built.
+        waiting: those of them that are still to be handed out, or finished and handed out.
+        held_back: batches in neither, which will not be handed out, or not yet.
     """
 
-    epoch: int
-    position: int
-    rows: int
-    state: dict[str, Any]
-    is_complete: bool = False
+    def __init__(self, epoch: int, rows: int, state: dict[str, Any], batches: Epoch) -> None:
+        self.epoch = epoch
+        self.rows = rows
+        self.state = state
+        self.is_complete = False
+        self.built = self.held_back = 0
+        self.waiting: collections.deque[Any] = collections.deque()
+        self._batches: Epoch | None = batches
+        self._end = 0
+
+    @property
+    def handed_out(self) -> int:
+        """Batches that the program has got."""
+        return self.built - len(self.waiting) - self.held_back
+
+    @property
+    def position(self) -> int:
+        """Where the next iterator would have to go on."""
+        batches = self._batches
+        return self._end if batches is None else batches.handed_out(self.handed_out)
+
+    def settle(self) -> None:
+        """Nothing more is handed out: the order is not needed any more, which may be large."""
+        self._end, self._batches = self.position, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process has no iterator that it could follow."""
+        return {**self.__dict__, "_end": self.position, "_batches": None, "waiting": ()}
 
 
 class LoaderIterator(Iterator[Any]):
@@ -58,7 +98,7 @@ class LoaderIterator(Iterator[Any]):
         is_over: whether no more batches come: all were handed out, there was an error, or it was closed.
     """
 
-    is_over = True  # until it is made
+    is_over, _is_plain = True, False  # until it is made
 
     def __init__(self, loader: DeviceLoader, fetcher: Fetcher, batches: Epoch, progress: Progress) -> None:
         self._loader = loader
@@ -67,14 +107,20 @@ class LoaderIterator(Iterator[Any]):
         self._process = os.getpid()
         self._depth = loader.prefetch_factor * max(1, loader.num_workers)
         # Small batches are fetched several at a time: what each costs by itself would be more than its rows.
-        self._under_way: collections.deque[tuple[Fetch, list[Batch]]] = collections.deque()
-        # Of what has come, and from which.
-        self._parts: collections.deque[tuple[Fetch, list[torch.Tensor], Batch]] = collections.deque()
+        self._under_way: collections.deque[tuple[Fetch, Run]] = collections.deque()
+        self._waiting = progress.waiting
         self._together = 1
-        self._most_together = _most_together(fetcher.rows.form.row_total, batches)
+        self._most_together = _most_together(fetcher, batches.batch_size)
+        # Whether batches are handed out as they are built, whatever the current stream: then it needs no lock.
+        self._hands_out_at_once = not (
+            fetcher.has_streams
+            or loader.collate_fn is not None
+            or loader.transform is not None
+            or loader._sharding.mask_key is not None
+            or (loader.batch_size is None and loader.batch_sampler is None)
+        )
         self._is_exhausted = False
         self._failure: Exception | None = None  # behind the batches that are under way
-        self._handed_out = 0
         self._answered: float | None = None
         self._watch: Stopwatch = loader._watch
         self._lock = threading.Lock()
@@ -82,15 +128,23 @@ class LoaderIterator(Iterator[Any]):
         self._length = loader._source.length()
         self._mapping = loader._source.mapping()
         self.progress = progress
+        self._is_plain = self._hands_out_at_once  # and neither closed nor another process's
         self.is_over = False
+        _iterators.add(self)
 
     def __len__(self) -> int:
         """Batches that were not handed out yet."""
         if self._batches.length is None:
             raise TypeError("The sampler has no length, so the iterator has none.")
-        return self._batches.length - self._handed_out
+        return self._batches.length - self.progress.handed_out
 
     def __next__(self) -> Any:
+        # Nearly all batches of a loop over small ones come this way, which is why it does no more than this.
+        if self._is_plain:
+            try:
+                return self._waiting.popleft()
+            except IndexError:
+                pass
         if self._process != os.getpid():
             raise ForkError("This iterator is the parent process's: make one of the loader here.")
         if self._holder == threading.get_ident():
@@ -114,14 +168,20 @@ class LoaderIterator(Iterator[Any]):
             self._watch.worked(asked - self._answered)
         try:
             with self._range("tdgpu.DeviceLoader.next"):
-                result, batch = self._next_for_any_mode()
+                part = self._next()
+            self._watch.waited(time.perf_counter() - asked)
+            if not isinstance(part, _Built):
+                return part
             came = time.perf_counter()
-            self._watch.waited(came - asked)
-            finished = self._finished(result, batch)
+            self.progress.held_back += 1  # handed out when it is finished
+            try:
+                part.fetch.follow()
+                finished = self._finished(part)
+            except BaseException:
+                self._watch.taken_back(part.size, self._fetcher.rows.form.row_total)
+                raise
+            self.progress.held_back -= 1
             self._watch.worked(time.perf_counter() - came)  # collate_fn and transform are the program's
-            self._handed_out += 1
-            self._watch.handed_out(len(batch.rows), self._fetcher.rows.form.row_total)
-            self.progress.position = self._batches.handed_out(self._handed_out)
             return finished
         except BatchTimeout:
             self._watch.waited(time.perf_counter() - asked)
@@ -134,34 +194,30 @@ class LoaderIterator(Iterator[Any]):
         finally:
             self._answered = time.perf_counter()
 
-    def _next_for_any_mode(self) -> tuple[Any, Batch]:
-        if not torch.is_inference_mode_enabled():
-            return self._next()
-        # Batches that are started now may be handed out in a training step.
-        with torch.inference_mode(False):
-            return self._next()
-
-    def _next(self) -> tuple[Any, Batch]:
-        if not self._parts:
-            self._fill(1)
-            self._take()
-            # Before anything else is done with these, so that the threads have work meanwhile.
-            self._fill(max(self._depth, self._together))
+    def _next(self) -> Any:
+        if not self._waiting:
+            if torch.is_inference_mode_enabled():
+                # Batches that are started now may be handed out in a training step.
+                with torch.inference_mode(False):
+                    self._more()
+            else:
+                self._more()
         try:
-            fetch, tensors, batch = self._parts.popleft()
+            return self._waiting.popleft()
         except IndexError:  # closed meanwhile, by a signal handler or another thread
             raise StopIteration from None
-        fetch.follow()
-        return self._fetcher.rows.form.build(tensors, len(batch.rows), self._fetcher.says_device), batch
 
-    def _take(self) -> None:
-        """Waits for what was started first."""
+    def _more(self) -> None:
+        """Waits for what was started first, and builds its batches."""
+        self._fill(1)
         if not self._under_way:
             if self._failure is not None and not self.is_over:
                 raise self._failure
-            self.progress.is_complete = not self.is_over
+            if not self.is_over:
+                self._batches.end()
+                self.progress.is_complete = True
             raise StopIteration
-        fetch, batches = self._under_way[0]
+        fetch, run = self._under_way[0]
         try:
             tensors = fetch.result(self._loader.timeout)
         except TdgpuError:
@@ -172,26 +228,45 @@ class LoaderIterator(Iterator[Any]):
             raise StopIteration
         self._under_way.popleft()
         self._watch.fetched(fetch)
-        if len(batches) == 1:
-            self._parts.append((fetch, tensors, batches[0]))
-        else:
-            sizes = [len(batch.rows) for batch in batches]
-            # Of each leaf its rows of each batch. With .data, a change in place of one is none of the others'.
-            cut = [[part.data for part in tensor.split(sizes)] for tensor in tensors]
-            self._parts += [(fetch, [parts[i] for parts in cut], batch) for i, batch in enumerate(batches)]
+        # Before anything else is done with these, so that the threads have work meanwhile. Of batches that are fetched
+        # together, two lots are to be under way while one is handed out: then the threads never run out of them.
+        self._fill(self._depth if self._together == 1 else max(self._depth, 2 * self._together))
+        self._build(fetch, run, tensors)
 
-    def _finished(self, result: Any, batch: Batch) -> Any:
+    def _build(self, fetch: Fetch, run: Run, tensors: list[torch.Tensor]) -> None:
+        form, device = self._fetcher.rows.form, self._fetcher.says_device
+        batches = len(run.sizes)
+        if batches == 1:
+            parts: Iterable[Sequence[torch.Tensor]] = (tensors,)
+        elif tensors:
+            # Of each leaf the rows of each batch. The unsafe split is the one whose parts know nothing of each other:
+            # a change in place of one is not seen by autograd as a change of the others.
+            parts = zip(*(tensor.unsafe_split(run.sizes[0]) for tensor in tensors), strict=True)
+        else:
+            parts = ((),) * batches
+        is_plain, built, begin = self._hands_out_at_once, list[Any](), 0
+        for size, part in zip(run.sizes, parts, strict=True):
+            batch = form.build(part, size, device)
+            built.append(batch if is_plain else _Built(batch, fetch, size, run.real - begin, run.is_single))
+            begin += size
+        self._watch.built(batches, begin, form.row_total)
+        self.progress.held_back += batches
+        self.progress.built += batches
+        self._waiting += built
+        self.progress.held_back -= batches
+
+    def _finished(self, part: _Built) -> Any:
         """What is handed out: with the mask, collated, transformed."""
-        loader = self._loader
+        loader, result = self._loader, part.batch
         mask_key = loader._sharding.mask_key
         if mask_key is not None:
-            mask = torch.arange(len(batch.rows), device="cpu") < batch.real
+            mask = torch.arange(part.size, device="cpu") < part.real
             mask = mask.view(-1, *[1] * (result.batch_dims - 1)).expand(result.batch_size).contiguous()
             result.set(mask_key, mask.to(self._fetcher.device))
-        if batch.is_single:
+        if part.is_single:
             result = result[0]
         if loader.collate_fn is not None:
-            rows = result if batch.is_single else [result[i] for i in range(len(batch.rows))]
+            rows = result if part.is_single else [result[i] for i in range(part.size)]
             result = loader.collate_fn(rows)
             if loader.device is not None:
                 result = _moved(result, loader.device)
@@ -202,32 +277,29 @@ class LoaderIterator(Iterator[Any]):
 
     def _fill(self, wanted: int) -> None:
         """Starts batches until so many are under way, or there are no more."""
-        under_way = sum(len(batches) for _, batches in self._under_way)
+        under_way = sum(len(run.sizes) for _, run in self._under_way)
         while under_way < wanted and not self._is_exhausted and not self.is_over:
-            together: list[Batch] = []
             try:
-                while len(together) < self._together and (batch := next(self._batches, None)) is not None:
-                    together.append(batch)
-                self._is_exhausted = len(together) < self._together
-                if together:
-                    self._start(together)
+                run = self._batches.take(self._together)
+                if run is None:
+                    self._is_exhausted = True
+                    return
+                self._start(run)
+                under_way += len(run.sizes)
             except Exception as error:
                 # Raised when the batches before it are handed out, however many of them are under way.
                 self._is_exhausted, self._failure = True, error
-            under_way += len(together)
-            self._together = min(2 * self._together, self._most_together)  # the first batch is not to wait for others
+            self._together = min(4 * self._together, self._most_together)  # the first batch is not to wait for others
 
-    def _start(self, together: list[Batch]) -> None:
-        index: Any = together[0].rows if len(together) == 1 else np.concatenate([batch.rows for batch in together])
-        if not all(batch.is_checked for batch in together):
-            index = rows_at(index, self._length)
+    def _start(self, run: Run) -> None:
+        rows = self._fetcher.rows.form.rows
+        index = run.rows if run.is_checked else rows_at(run.rows, self._length)
         if self._mapping is not None:
             index = self._mapping[index]
         # Whatever was refreshed since, this iterator has the rows that there were when it was made.
-        rows = self._fetcher.rows.form.rows
-        if len(index) and not (index.min() >= 0 and index.max() < rows):
+        if self._mapping is not None or self._length != rows:
             index = rows_at(index, rows)
-        self._under_way.append((self._fetcher.start(index), together))
+        self._under_way.append((self._fetcher.start(index), run))
 
     @staticmethod
     def _range(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -238,9 +310,9 @@ class LoaderIterator(Iterator[Any]):
 
     def close(self) -> None:
         """Gives up what is under way: no more batches come. May be called again, and by any thread."""
-        if self._process != os.getpid() or (self.is_over and not self._under_way and not self._parts):
+        if self._process != os.getpid() or (self.is_over and not self._under_way and not self._waiting):
             return
-        self.is_over = True
+        self.is_over, self._is_plain = True, False
         for fetch, _ in reversed(self._under_way.copy()):
             fetch.cancel()
         self._end()
@@ -253,21 +325,54 @@ class LoaderIterator(Iterator[Any]):
             while self._under_way:
                 self._under_way[-1][0].cancel()
                 self._under_way.pop()
-            self._parts.clear()
+            self._drop()
+            self.progress.settle()
             if not self._loader.persistent_workers:
                 self._fetcher.close()
         finally:
             self._lock.release()
 
+    def _drop(self) -> None:
+        """Lets go of batches that wait to be handed out. Others may take some meanwhile, or ask how far it is."""
+        while True:
+            self.progress.held_back += 1
+            try:
+                part = self._waiting.popleft()
+            except IndexError:
+                self.progress.held_back -= 1
+                return
+            self._watch.taken_back(_size(part), self._fetcher.rows.form.row_total)
+
+    def waiting(self) -> tuple[list[int], int]:
+        """How many rows each batch has that waits to be handed out, and how many bytes a row has."""
+        return [_size(part) for part in self._waiting.copy()], self._fetcher.rows.form.row_total
+
     def __del__(self) -> None:
         self.close()
 
 
-def _most_together(row_nbytes: int, batches: Epoch) -> int:
-    """How many batches are fetched at a time. Those that a sampler gives are not: it may go by what was learned."""
-    if not isinstance(batches, Placed):
+# Those of this process, for a child that is forked.
+_iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for iterator in list(_iterators):
+        iterator._is_plain = False
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _size(part: Any) -> int:
+    """The rows of a batch that waits to be handed out."""
+    return part.size if isinstance(part, _Built) else int(part.batch_size[0])
+
+
+def _most_together(fetcher: Fetcher, batch_size: int | None) -> int:
+    """How many batches are fetched at a time. Not those of a sampler: it may go by what was learned meanwhile."""
+    if batch_size is None:
         return 1
-    return max(1, min(TOGETHER, TOGETHER_BYTES // max(1, row_nbytes * batches.batch_size)))
+    return max(1, min(TOGETHER, fetcher.together_bytes // max(1, fetcher.rows.form.row_total * batch_size)))
 
 
 def _moved(result: Any, device: torch.device) -> Any:

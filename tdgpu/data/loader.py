@@ -180,8 +180,9 @@ class DeviceLoader:
         if self.generator is not None:
             schedule.draw_as_dataloader(self.generator)
         self._next_epoch, self._resume_at = epoch + 1, 0
-        self._latest = Progress(epoch, position, self._source.length(), state)
-        iterator = LoaderIterator(self, fetcher, self._batches(epoch, position), self._latest)
+        batches = self._batches(epoch, position)
+        self._latest = Progress(epoch, self._source.length(), state, batches)
+        iterator = LoaderIterator(self, fetcher, batches, self._latest)
         self._iterators.add(iterator)
         return iterator
 
@@ -227,7 +228,7 @@ class DeviceLoader:
             order = sampler.order() if draws else schedule.Sequential(0)
             return schedule.Placed(
                 lambda: order, len(sampler), self.batch_size, drop_last=self.drop_last, rank=0, world_size=1,
-                position=max(position, sampler.begin()) if draws else position,
+                position=max(position, sampler.begin()) if draws else position, is_checked=False,
             )  # fmt: skip
         length = schedule.length_of(sampler)
         if self.batch_size is None:
@@ -418,7 +419,7 @@ class DeviceLoader:
 
     def stats(self) -> LoaderStats:
         """What all iterators of this loader have done, and where the time went."""
-        return self._watch.stats()
+        return self._watch.stats(iterator.waiting() for iterator in list(self._iterators))
 
     def __repr__(self) -> str:
         where = "the CPU" if self.device is None else self.device

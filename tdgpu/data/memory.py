@@ -56,10 +56,20 @@ class BatchMemory:
         self._idle.clear()
 
     def _block(self, nbytes: int) -> np.ndarray:
-        while True:
+        """An idle block that fits, if there is one, and is not so large that it would be a waste."""
+        passed_over: list[np.ndarray] = []
+        found = None
+        while found is None:
             try:
-                block = self._idle.pop()
-            except IndexError:
-                return np.empty(nbytes, np.uint8)
-            if nbytes <= len(block) <= 2 * nbytes:
-                return block
+                block = self._idle.pop()  # the latest, which the caches may still have
+            except IndexError:  # others may take and bring blocks meanwhile
+                break
+            if nbytes <= len(block) <= 4 * nbytes:
+                found = block
+            else:
+                passed_over.append(block)
+        if found is None and passed_over and len(passed_over) >= self._most[0]:
+            passed_over.pop()  # what nobody has wanted for longest makes room for what is
+        if passed_over:
+            self._idle.extend(reversed(passed_over))
+        return np.empty(nbytes, np.uint8) if found is None else found

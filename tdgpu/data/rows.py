@@ -11,6 +11,7 @@ from tdgpu.data.form import BatchForm, remember
 from tdgpu.errors import LoadError, NotSupported, TransferError
 from tdgpu.transfer import host, native
 from tdgpu.transfer.base import failed_piece
+from tdgpu.transfer.gather import Gather, GatheredRead
 from tdgpu.transfer.host import Want
 from tdgpu.transfer.native import CHUNK, GATHERED, PIECE, RUN, RowSource, Work
 
@@ -41,7 +42,7 @@ class Rows:
         self.files: native.Files = []
         self._inflated: dict[int, torch.Tensor] = {}
         self.sources: list[RowSource] = []
-        self._gathers: dict[int, native.Gather] = {}
+        self._gathers: dict[int, Gather] = {}
         self._plans: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
         if not form.rows:
             return
@@ -89,22 +90,23 @@ class Rows:
         if count and tensors:
             addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
             begins = addresses - np.array(form.layout(count).offsets, np.uint64)  # of the batch, for each leaf another
-            self.raise_failure(count, native.read_now(self.view(index, begins)).report())
+            self.raise_failure(count, self._gather(count).now(index, begins).report())
         return form.build(tensors, count, None)
 
-    def view(self, index: np.ndarray, address: int | np.ndarray) -> native.PlanView:
-        """What the core is to do to gather rows into memory on the host.
+    def post(self, readers: native.Readers, index: np.ndarray, address: int) -> GatheredRead:
+        """Starts to gather rows into memory on the host.
 
         Args:
+            readers: whose threads do it.
             index: which rows, int64, at least one.
-            address: of the memory of a batch; or, for each leaf, where that would begin (uint64).
+            address: of the memory of a batch, which stays until it is over.
         """
-        return self._gather(len(index)).view_at(address, index)
+        return self._gather(len(index)).post(readers, index, address)
 
-    def _gather(self, count: int) -> native.Gather:
+    def _gather(self, count: int) -> Gather:
         found = self._gathers.get(count)
         if found is None:
-            found = native.Gather(Work([], *self._plan(count, None), _NO_RUNS, 0, self.sources))
+            found = Gather(Work([], *self._plan(count, None), _NO_RUNS, 0, self.sources), count)
             remember(self._gathers, count, found)
         return found
 

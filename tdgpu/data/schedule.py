@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ from torch.utils.data import RandomSampler
 from tdgpu.data.orders import Permutation
 from tdgpu.errors import InvalidArgumentType
 
-__all__ = ["Batch", "Epoch", "Listed", "Order", "Placed", "Sequential", "Shuffled", "mixed_seed"]
+__all__ = ["Epoch", "Listed", "Order", "Placed", "Run", "Sequential", "Shuffled", "mixed_seed"]
 
 
 class Order(Protocol):
@@ -58,30 +58,41 @@ def mixed_seed(seed: int, epoch: int) -> int:
     return int(words[0]) << 31 | int(words[1]) >> 1  # what a torch.Generator takes on every platform
 
 
-class Batch(NamedTuple):
-    """The rows of one batch.
+class Run(NamedTuple):
+    """Batches that follow each other.
 
     Attributes:
-        rows: row numbers, int64; if they are not checked, what a sampler has given.
-        real: how many of them count; those behind are there only because other ranks have as many.
+        rows: row numbers of all of them, int64; if they are not checked, what a sampler has given.
+        sizes: how many each batch has.
+        real: how many of the rows count; those behind are there only because other ranks have as many.
         is_single: whether it is a row, without the batch dimension.
         is_checked: whether all of these rows are known to be there.
     """
 
     rows: Any
+    sizes: list[int]
     real: int
     is_single: bool = False
     is_checked: bool = False
 
 
-class Epoch(Iterator[Batch]):
+class Epoch(ABC):
     """The batches of an epoch, from some batch on.
 
     Attributes:
         length: how many batches there are in all, or None where nobody can tell.
+        batch_size: rows of each but the last, or None where nobody can tell.
     """
 
     length: int | None = None
+    batch_size: int | None = None
+
+    @abstractmethod
+    def take(self, most: int) -> Run | None:
+        """The next batches, up to so many; None behind the last one."""
+
+    def end(self) -> None:  # noqa: B027 - most have nothing to do
+        """A batch is asked for behind the last one, and all have been handed out."""
 
     @abstractmethod
     def handed_out(self, batches: int) -> int:
@@ -101,7 +112,8 @@ class Placed(Epoch):
             all of them.
         rank, world_size: which ranks' rows.
         position: positions of the order that were taken already, by all ranks together.
-        at_end: called when a batch is asked for behind the last one.
+        at_end: what :meth:`end` calls.
+        is_checked: whether all rows of the order are known to be there.
     """
 
     def __init__(
@@ -115,13 +127,15 @@ class Placed(Epoch):
         world_size: int,
         position: int,
         at_end: Callable[[], None] | None = None,
+        is_checked: bool = True,
     ) -> None:
         self._make = order
+        self._is_checked = is_checked
         self._at_end = at_end
         self._order: Order | None = None
         self._total = total
         self._is_single = batch_size is None
-        self.batch_size = batch_size = batch_size or 1
+        self._batch_size = self.batch_size = batch_size = batch_size or 1
         self._rank = rank
         self._world_size = world_size
         self._start = min(position, total)
@@ -131,16 +145,17 @@ class Placed(Epoch):
         self._next = 0
         self.length = -(-self._per_rank // batch_size)
 
-    def __next__(self) -> Batch:
+    def take(self, most: int) -> Run | None:
         if self._order is None:
             self._order = self._make()
-        begin = self._next * self.batch_size
-        count = min(self.batch_size, self._per_rank - begin)
+        size = self._batch_size
+        begin = self._next * size
+        count = min(most * size, self._per_rank - begin)
         if count <= 0:
-            if self._at_end is not None:
-                self._at_end()
-            raise StopIteration
-        self._next += 1
+            return None
+        whole, rest = divmod(count, size)
+        sizes = [size] * whole + [rest] * bool(rest)
+        self._next += len(sizes)
         first = self._start + self._rank + begin * self._world_size
         # Positions behind the end are padding: rows from the beginning of the order, as DistributedSampler takes them.
         real = min(count, max(0, -(-(self._total - first) // self._world_size)))
@@ -148,10 +163,14 @@ class Placed(Epoch):
         if real < count:
             behind = (first + np.arange(real, count) * self._world_size) % self._total
             index = np.concatenate([index, *(self._order.take(int(position), 1) for position in behind)])
-        return Batch(index, real, self._is_single, is_checked=True)
+        return Run(index, sizes, real, self._is_single, self._is_checked)
+
+    def end(self) -> None:
+        if self._at_end is not None:
+            self._at_end()
 
     def handed_out(self, batches: int) -> int:
-        rows = min(batches * self.batch_size, self._per_rank)
+        rows = min(batches * self._batch_size, self._per_rank)
         return min(self._start + rows * self._world_size, self._total)
 
 
@@ -174,15 +193,19 @@ class Listed(Epoch):
         self.length = None if length is None else max(0, length - skip)
         self._skip = skip
 
-    def __next__(self) -> Batch:
+    def take(self, most: int) -> Run | None:
+        """One batch: the sampler may go by what was learned meanwhile."""
         if self._batches is None:
             self._batches = itertools.islice(self._make(), self._skip, None)
-        given = next(self._batches)
+        try:
+            given = next(self._batches)
+        except StopIteration:
+            return None
         is_single = _is_row(given)
         if is_single and not self._singles:
             raise InvalidArgumentType(f"A batch sampler gives lists of indices, not {given!r}.")
         rows = [given] if is_single else given if hasattr(given, "__len__") else list(given)
-        return Batch(rows, len(rows), is_single)
+        return Run(rows, [len(rows)], len(rows), is_single)
 
     def handed_out(self, batches: int) -> int:
         return self._skip + batches
@@ -205,7 +228,7 @@ def batched(sampler: Iterable[Any], batch_size: int, drop_last: bool) -> Iterato
 class Drawn:
     """The order that ``DataLoader(shuffle=True, generator=generator)`` has, drawn when it draws it.
 
-    Called at the first batch; :meth:`end` is called when no more batches are asked for, and draws what it draws then.
+    Called at the first batch; :meth:`end` draws what it draws when it is asked for a batch behind the last one.
     """
 
     def __init__(self, length: int, generator: torch.Generator) -> None:

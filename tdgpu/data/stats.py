@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tdgpu.data.fetch import Fetch
@@ -50,11 +51,15 @@ class Stopwatch:
         self._batches = self._rows = self._nbytes = 0
         self._waiting = self._working = self._gathering = self._reading = 0.0
 
-    def handed_out(self, rows: int, row_nbytes: int) -> None:
-        """A batch goes to the program."""
-        self._batches += 1
+    def built(self, batches: int, rows: int, row_nbytes: int) -> None:
+        """Batches will go to the program."""
+        self._batches += batches
         self._rows += rows
         self._nbytes += rows * row_nbytes
+
+    def taken_back(self, rows: int, row_nbytes: int) -> None:
+        """A batch will not."""
+        self.built(-1, -rows, row_nbytes)
 
     def fetched(self, fetch: Fetch) -> None:
         """The rows of some batches are there."""
@@ -69,8 +74,11 @@ class Stopwatch:
         """The program did something else."""
         self._working += seconds
 
-    def stats(self) -> LoaderStats:
-        """All of it."""
+    def stats(self, waiting: Iterable[tuple[list[int], int]] = ()) -> LoaderStats:
+        """All of it, without the batches that are still to go to the program: rows of each, and bytes of a row."""
+        sizes = [(len(rows), sum(rows), sum(rows) * row_nbytes) for rows, row_nbytes in waiting]
+        batches, rows, nbytes = (sum(column) for column in zip((0, 0, 0), *sizes, strict=True))
         return LoaderStats(
-            self._batches, self._rows, self._nbytes, self._waiting, self._working, self._gathering, self._reading
+            self._batches - batches, self._rows - rows, self._nbytes - nbytes,
+            self._waiting, self._working, self._gathering, self._reading,
         )  # fmt: skip

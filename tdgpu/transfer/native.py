@@ -49,7 +49,9 @@ END_MARKER = 2
 CODECS = ("libdeflate", "zlib", "bzip2", "lzma", "zstd")
 
 
-class _Report(ctypes.Structure):
+class LoadReport(ctypes.Structure):
+    """The structure LoadReport of csrc/capi.h."""
+
     _fields_ = (
         ("bytes_read", c_uint64), ("failed_piece", c_int64), ("wanted", c_uint64), ("found", c_uint64),
         ("cause", c_int32), ("code", c_int32), ("is_filled", c_int32), ("reserved", c_int32),
@@ -62,9 +64,7 @@ class _CheckedFile(ctypes.Structure):
 
 
 class PlanView(ctypes.Structure):
-    """The structure PlanView of csrc/capi.cpp. It borrows what it points to."""
-
-    keep: object = None  # whose memory that is
+    """The structure PlanView of csrc/capi.h. It borrows what it points to."""
 
     _fields_ = (
         ("files", POINTER(_CheckedFile)), ("pieces", c_void_p), ("chunks", c_void_p), ("runs", c_void_p),
@@ -154,29 +154,6 @@ class Work:
         )  # fmt: skip
 
 
-class Gather:
-    """Work that is done again and again: from the same sources, to the same places from a moving address on.
-
-    Args:
-        work: its sources, pieces and chunks, whose destinations are counted from 0.
-    """
-
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self._view = work.view()
-        self._chunks = work.chunks.view(np.uint64).reshape(len(work.chunks), -1)  # destinations first
-
-    def view_at(self, address: int | np.ndarray, rows: np.ndarray) -> PlanView:
-        """The core's structure for rows (int64) that go to an address (or one for each chunk, uint64). It belongs to
-        the caller alone."""
-        chunks = self._chunks.copy()
-        chunks[:, 0] += np.uint64(address) if isinstance(address, int) else address
-        view = PlanView.from_buffer_copy(self._view)
-        view.chunks, view.rows, view.row_count = chunks.ctypes.data, rows.ctypes.data, len(rows)
-        view.keep = self, chunks, rows
-        return view
-
-
 @dataclass(frozen=True)
 class Report:
     """How far a load is, and the first thing that went wrong with it (``cause`` is ``"none"`` where nothing did)."""
@@ -212,12 +189,11 @@ declare(
     "tdgpu_transfer_release": (None, c_void_p),
     "tdgpu_load_cancel": (None, c_void_p),
     "tdgpu_load_wait_filled": (c_int, c_void_p, c_int64),
-    "tdgpu_load_report": (None, c_void_p, POINTER(_Report), c_char_p, c_size_t),
+    "tdgpu_load_report": (None, c_void_p, POINTER(LoadReport), c_char_p, c_size_t),
     "tdgpu_readers_create": (c_int, c_uint32, POINTER(c_void_p)),
     "tdgpu_readers_stop": (None, c_void_p),
     "tdgpu_readers_destroy": (None, POINTER(c_void_p)),
     "tdgpu_readers_post": (c_int, c_void_p, POINTER(PlanView), POINTER(c_void_p)),
-    "tdgpu_read_now": (c_int, POINTER(PlanView), POINTER(c_void_p)),
     "tdgpu_read_load": (c_void_p, c_void_p),
     "tdgpu_read_release": (None, c_void_p),
     "tdgpu_stage_create": (c_int, c_void_p, c_uint64, c_uint32, POINTER(c_void_p)),
@@ -290,13 +266,13 @@ class _Load(abc.ABC):
     def gathered(self) -> tuple[float, float] | None:
         """How long threads gathered rows that were in memory, and rows for which a disk was read, in seconds; None if
         something went wrong."""
-        raw = _Report()
+        raw = LoadReport()
         core().tdgpu_load_report(self._load, byref(raw), None, 0)
         return None if raw.cause else (raw.warm_ns * 1e-9, raw.cold_ns * 1e-9)
 
     def report(self) -> Report:
         """How far it is."""
-        raw, text = _Report(), ctypes.create_string_buffer(512)
+        raw, text = LoadReport(), ctypes.create_string_buffer(512)
         core().tdgpu_load_report(self._load, byref(raw), text, len(text))
         return Report(
             raw.bytes_read,
@@ -407,15 +383,19 @@ class Readers:
             if self._handle.value is not None:
                 core().tdgpu_readers_destroy(byref(self._handle))
 
-    def post(self, work: Work | PlanView) -> Read:
+    @property
+    def handle(self) -> c_void_p:
+        """The core's object."""
+        return self._handle
+
+    def post(self, work: Work) -> Read:
         """Starts reading. The destinations are host addresses, valid until the read is over.
 
         Raises:
             TransferError: the threads have ended.
         """
         read = Read()
-        view = work.view() if isinstance(work, Work) else work
-        check(core().tdgpu_readers_post(self._handle, view, byref(read.handle)), "The read cannot begin")
+        check(core().tdgpu_readers_post(self._handle, work.view(), byref(read.handle)), "The read cannot begin")
         return read
 
     def close(self) -> None:
@@ -511,13 +491,6 @@ class Read(_Load):
     def _load(self) -> int:
         check_process(self._process)
         return int(core().tdgpu_read_load(self.handle))
-
-
-def read_now(view: PlanView) -> Read:
-    """Reads all of it in the calling thread, which nothing interrupts. Nothing is to be inflated."""
-    read = Read()
-    check(core().tdgpu_read_now(view, byref(read.handle)), "The read cannot begin")
-    return read
 
 
 class StagedRead(Read):
