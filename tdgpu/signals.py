@@ -9,11 +9,28 @@ from __future__ import annotations
 
 import _thread
 import contextvars
+import functools
+import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Background", "uninterrupted"]
+__all__ = ["Background", "uninterrupted", "until_exit"]
+
+T = TypeVar("T")
+
+
+def until_exit(finalizer: Callable[[T], None]) -> Callable[[T], None]:
+    """Makes a ``__del__`` do nothing once the interpreter is taken apart: what it calls may be gone by then. What must
+    be done before is done by ``atexit``; the rest goes with the process."""
+    is_finalizing = sys.is_finalizing
+
+    @functools.wraps(finalizer)
+    def finalize(self: T) -> None:
+        if not is_finalizing():
+            finalizer(self)
+
+    return finalize
 
 
 class Background:

@@ -19,7 +19,7 @@ from tdgpu.append.session import RowsLost, Session, Snapshot
 from tdgpu.errors import AppendError, ForkError, InvalidArgument, InvalidArgumentType
 from tdgpu.layout.growth import match
 from tdgpu.options import get as get_options
-from tdgpu.signals import Background, uninterrupted
+from tdgpu.signals import Background, uninterrupted, until_exit
 
 __all__ = ["MemmapAppender"]
 
@@ -209,6 +209,7 @@ class MemmapAppender:
         state = "closed" if self._closed else f"{self.pending} pending"
         return f"MemmapAppender({self._session.prefix!r}, {len(self)} rows, {state})"
 
+    @until_exit
     def __del__(self) -> None:
         if not self._closed and os.getpid() == self._process:
             try:

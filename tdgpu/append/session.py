@@ -29,7 +29,7 @@ from tdgpu.layout.growth import Growing, growing
 from tdgpu.layout.lock import WriterLock
 from tdgpu.layout.placeholders import fake_is_active
 from tdgpu.options import get as get_options
-from tdgpu.signals import uninterrupted
+from tdgpu.signals import uninterrupted, until_exit
 from tdgpu.transfer import outgoing, outlets
 from tdgpu.transfer.outgoing import FileError
 
@@ -389,6 +389,7 @@ class Session:
                 self.files.cut_back(self.growing.rows)
         self._reserved = self.growing.rows
 
+    @until_exit
     def __del__(self) -> None:
         # Only an interrupt at the very moment of an end can have kept it open.
         if not self._is_closed and os.getpid() == self._process:

@@ -19,6 +19,7 @@ from tdgpu.data.indexing import rows_at
 from tdgpu.data.schedule import Epoch, Run
 from tdgpu.data.stats import Stopwatch
 from tdgpu.errors import BatchTimeout, ForkError, LoadError, TdgpuError
+from tdgpu.signals import until_exit
 
 if TYPE_CHECKING:
     from tdgpu.data.loader import DeviceLoader
@@ -347,6 +348,7 @@ class LoaderIterator(Iterator[Any]):
         """How many rows each batch has that waits to be handed out, and how many bytes a row has."""
         return [_size(part) for part in self._waiting.copy()], self._fetcher.rows.form.row_total
 
+    @until_exit
     def __del__(self) -> None:
         self.close()
 

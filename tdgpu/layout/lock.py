@@ -15,7 +15,7 @@ import time
 import warnings
 
 from tdgpu.errors import SaveLocked
-from tdgpu.signals import uninterrupted
+from tdgpu.signals import uninterrupted, until_exit
 
 __all__ = ["WriterLock"]
 
@@ -113,6 +113,7 @@ class WriterLock:
         self._descriptor = -1
         os.close(descriptor)
 
+    @until_exit
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
             self.release()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tdgpu.errors import TransferError
+from tdgpu.signals import until_exit
 from tdgpu.transfer.library import CAUSES, SLICE_MS, Driver, check, check_process, core, declare
 
 # Paths, and the inodes that they had when they were checked (0: any).
@@ -101,6 +102,7 @@ class RowSource:
             cause = core().tdgpu_rows_create(os.fsencode(path), inode, offset, row_nbytes, rows, byref(self._handle))
         check(cause, "A leaf cannot be opened")
 
+    @until_exit
     def __del__(self) -> None:
         # A forked child has the mapping, too, and may let go of it.
         if self._handle.value is not None:
@@ -297,6 +299,7 @@ class Transfer(_Load):
         self._handle = c_void_p()
         self.process = os.getpid()
 
+    @until_exit
     def __del__(self) -> None:
         # After a fork the core's locks may be held by threads that the child does not have.
         if self._handle.value is not None and os.getpid() == self.process:
@@ -376,6 +379,7 @@ class Readers:
         _kept[id(self)] = keep
         check(core().tdgpu_readers_create(threads, byref(self._handle)), "No reader threads")
 
+    @until_exit
     def __del__(self) -> None:
         # Only now: another thread may be about to post.
         if os.getpid() == self._process:
@@ -441,6 +445,7 @@ class Stage:
         self.ring_bytes = ring.value
         self.threads = count.value
 
+    @until_exit
     def __del__(self) -> None:
         # Only now: reads that are under way still ask for their places.
         if os.getpid() == self._process:
@@ -478,6 +483,7 @@ class Read(_Load):
         self.handle = c_void_p()
         self._process = os.getpid()
 
+    @until_exit
     def __del__(self) -> None:
         if self.has_begun and os.getpid() == self._process:
             core().tdgpu_read_release(self.handle)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tdgpu.signals import until_exit
 from tdgpu.transfer.library import SLICE_MS, Driver, check, check_process, core, declare
 
 # The structures Part and StoredChunk of csrc/store.h.
@@ -109,6 +110,7 @@ class Files:
         )
         check(cause, "No files")
 
+    @until_exit
     def __del__(self) -> None:
         self.close()
 
@@ -271,6 +273,7 @@ class Store:
         self._keep = keep
         self._process = os.getpid()
 
+    @until_exit
     def __del__(self) -> None:
         if self.handle.value is not None and os.getpid() == self._process:
             core().tdgpu_store_release(self.handle)

@@ -19,6 +19,7 @@ from tdgpu.layout.archive.names import Names
 from tdgpu.layout.archive.records import LOCAL_BYTES, LOCAL_SIGNATURE, Central, Entry, check_local, encoded
 from tdgpu.layout.tree import Blocks, Extent, Packed
 from tdgpu.options import get as get_options
+from tdgpu.signals import until_exit
 
 __all__ = ["Directory", "Entry", "is_archive"]
 
@@ -104,6 +105,7 @@ class Directory:
     ) -> None:
         self.close()
 
+    @until_exit
     def __del__(self) -> None:
         self.close()
 
