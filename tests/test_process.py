@@ -90,7 +90,8 @@ def test_what_a_script_leaves_open_ends_in_silence(tmp_path):
 import sys, torch, tensordict, tdgpu
 prefix = sys.argv[1]
 archive = tdgpu.pack_memmap(prefix, prefix + ".tdz", compression="deflate")
-kept = [tdgpu.load_memmap(prefix), tdgpu.load_memmap(archive), tdgpu.MemmapReader(prefix), tdgpu.MemmapDataset(prefix)[3]]
+readers = [tdgpu.MemmapReader(prefix), tdgpu.MemmapDataset(prefix)[3]]
+kept = [tdgpu.load_memmap(prefix), tdgpu.load_memmap(archive), *readers]
 loaders = [tdgpu.DeviceLoader(place, 2) for place in (prefix, archive)]
 kept += [*loaders, *map(iter, loaders), *map(next, map(iter, loaders))]
 appender = tdgpu.MemmapAppender(prefix)
