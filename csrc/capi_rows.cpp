@@ -81,6 +81,10 @@ TDGPU_API int tdgpu_permute(uint64_t n, const RandomKey* key, uint64_t first, ui
     return guarded([&] { permute(n, *key, first, stride, count, rows); });
 }
 
+TDGPU_API void tdgpu_shuffle_steps(int64_t* rows, uint64_t n, const RandomKey* key, uint64_t begin, uint64_t end) {
+    shuffle_steps(rows, n, *key, begin, end);
+}
+
 TDGPU_API int tdgpu_check_weights(const double* weights, uint64_t n, uint64_t* positive) {
     return guarded([&] { *positive = check_weights(weights, n); });
 }

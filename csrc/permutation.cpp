@@ -89,4 +89,17 @@ void permute(uint64_t n, const RandomKey& key, uint64_t first, uint64_t stride, 
     for (uint64_t i = 0; i < count; i++) rows[i] = all[first + i * stride];
 }
 
+void shuffle_steps(int64_t* rows, uint64_t n, const RandomKey& key, uint64_t begin, uint64_t end) {
+    std::array<uint64_t, 4> words{};
+    for (uint64_t i = begin; i < end; i++) {
+        // Four steps share the words of a place; a word that would favour some rows is drawn again elsewhere.
+        if (i == begin || i % 4 == 0) words = philox(key, i / 4, 0);
+        const uint64_t left = n - i;
+        uint128 product = uint128(words[i % 4]) * left;
+        for (uint64_t again = 1; uint64_t(product) < left && uint64_t(product) < -left % left; again++)
+            product = uint128(philox(key, i, again)[0]) * left;
+        std::swap(rows[i], rows[i + uint64_t(product >> 64)]);
+    }
+}
+
 }  // namespace tdgpu

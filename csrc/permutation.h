@@ -21,7 +21,9 @@
 // other seeds and epochs agree, by chi-square and the like (tests/test_orders.py). With two rounds and with four these
 // tests fail, with six they pass; two more are for what they do not see.
 //
-// Integers only: the order is the same on every machine.
+// Where eight bytes a row can be had, a shuffle of any number of rows, made only as far as it is asked for.
+//
+// Integers only: the orders are the same on every machine.
 #pragma once
 
 #include <cstdint>
@@ -55,5 +57,9 @@ constexpr uint64_t kShuffled = 4096;
 // of all n rows up to kShuffled, so ask for many at a time. Throws Error(invalid): n is 0 or above 2^63 - 1, stride is
 // 0, a position is not below n.
 void permute(uint64_t n, const RandomKey& key, uint64_t first, uint64_t stride, uint64_t count, int64_t* rows);
+
+// Steps `begin` to `end` of a shuffle of n rows, in whose list rows 0 to n - 1 stand at first: each settles one
+// position, and so they may be taken when they are needed, in order. All n! orders are as likely as each other.
+void shuffle_steps(int64_t* rows, uint64_t n, const RandomKey& key, uint64_t begin, uint64_t end);
 
 }  // namespace tdgpu

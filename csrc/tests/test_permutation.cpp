@@ -2,6 +2,7 @@
 // the independent implementation that the rows below were computed by once.
 #include "permutation.h"
 
+#include <algorithm>
 #include <numeric>
 
 #include "check.h"
@@ -57,6 +58,31 @@ void expect_bijections() {
     }
 }
 
+void expect_a_shuffle_in_steps() {
+    for (uint64_t n : {1, 2, 3, 1000, 5001}) {
+        std::vector<int64_t> whole(n);
+        std::iota(whole.begin(), whole.end(), 0);
+        const std::vector<int64_t> unshuffled = whole;
+        shuffle_steps(whole.data(), n, kKey, 0, n);
+        expect_bijection(whole);
+        assert(n < 1000 || whole != unshuffled);
+        // However it is cut into calls, and what is settled stays.
+        for (uint64_t step : {1, 3, 4, 7, 1000}) {
+            std::vector<int64_t> rows = unshuffled;
+            for (uint64_t begin = 0; begin < n; begin += step) {
+                shuffle_steps(rows.data(), n, kKey, begin, std::min(begin + step, n));
+                assert(
+                    std::equal(whole.begin(), whole.begin() + std::ptrdiff_t(std::min(begin + step, n)), rows.begin()));
+            }
+        }
+        if (n >= 1000) {
+            std::vector<int64_t> other = unshuffled;
+            shuffle_steps(other.data(), n, {kKey[0], kKey[1] + 1}, 0, n);
+            assert(other != whole);
+        }
+    }
+}
+
 void expect_refusals() {
     int64_t row = 77;
     const auto cause = [&](uint64_t n, uint64_t first, uint64_t stride, uint64_t count) {
@@ -78,6 +104,7 @@ int main() {
     expect_published();
     expect_bijections_of_the_network();
     expect_bijections();
+    expect_a_shuffle_in_steps();
     expect_refusals();
     puts("permutation: ok");
 }

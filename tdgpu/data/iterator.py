@@ -196,17 +196,18 @@ class LoaderIterator(Iterator[Any]):
             self._answered = time.perf_counter()
 
     def _next(self) -> Any:
-        if not self._waiting:
+        while True:
+            try:
+                return self._waiting.popleft()
+            except IndexError:  # at last, or other threads took what was built
+                if self.is_over:  # closed meanwhile, by a signal handler or another thread
+                    raise StopIteration from None
             if torch.is_inference_mode_enabled():
                 # Batches that are started now may be handed out in a training step.
                 with torch.inference_mode(False):
                     self._more()
             else:
                 self._more()
-        try:
-            return self._waiting.popleft()
-        except IndexError:  # closed meanwhile, by a signal handler or another thread
-            raise StopIteration from None
 
     def _more(self) -> None:
         """Waits for what was started first, and builds its batches."""

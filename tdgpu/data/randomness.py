@@ -22,6 +22,7 @@ declare(
     {
         "tdgpu_philox": (None, c_void_p, c_uint64, c_uint64, c_void_p),
         "tdgpu_permute": (c_int, c_uint64, c_void_p, c_uint64, c_uint64, c_uint64, c_void_p),
+        "tdgpu_shuffle_steps": (None, c_void_p, c_uint64, c_void_p, c_uint64, c_uint64),
         "tdgpu_check_weights": (c_int, c_void_p, c_uint64, POINTER(c_uint64)),
         "tdgpu_make_table": (None, c_void_p, c_uint64, c_void_p),
         "tdgpu_draw": (None, c_void_p, c_uint64, c_void_p, c_uint64, c_uint64, c_uint64, c_void_p),
@@ -55,6 +56,12 @@ def permuted(length: int, key: np.ndarray, first: int, count: int, stride: int) 
         check(core().tdgpu_permute(length, key.ctypes.data, start, stride, size, rows), "No permutation")
 
     return _filled(fill, first, count, stride)
+
+
+def shuffle(rows: np.ndarray, key: np.ndarray, begin: int, end: int) -> None:
+    """Settles the positions from begin to end of a list of rows (int64), in which those before it are settled."""
+    for start, size in _slices(end - begin):
+        core().tdgpu_shuffle_steps(rows.ctypes.data, len(rows), key.ctypes.data, begin + start, begin + start + size)
 
 
 def words(key: np.ndarray, place: int, subplace: int) -> np.ndarray:

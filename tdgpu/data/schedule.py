@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler
 
+from tdgpu.data import randomness
 from tdgpu.data.orders import Permutation
 from tdgpu.errors import InvalidArgumentType
 
-__all__ = ["Epoch", "Listed", "Order", "Placed", "Run", "Sequential", "Shuffled", "mixed_seed"]
+__all__ = ["Epoch", "Listed", "Order", "Placed", "Run", "Sequential", "Shuffle", "Shuffled"]
 
 
 class Order(Protocol):
@@ -39,6 +40,30 @@ class Sequential:
         return np.arange(first, first + count * stride, stride, dtype=np.int64)
 
 
+class Shuffle:
+    """A uniform order, made as far as it is asked for: eight bytes per row.
+
+    Args:
+        length: how many rows.
+        seed, epoch: what it follows from.
+    """
+
+    def __init__(self, length: int, seed: int, epoch: int) -> None:
+        self._rows = np.arange(length, dtype=np.int64)
+        self._key = randomness.key_of("shuffle", seed, epoch)
+        self._settled = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, first: int, count: int, stride: int = 1) -> np.ndarray:
+        end = first + (count - 1) * stride + 1
+        if count and end > self._settled:
+            randomness.shuffle(self._rows, self._key, self._settled, end)
+            self._settled = end
+        return self._rows[first : first + count * stride : stride].copy()
+
+
 class Shuffled:
     """An order that is drawn as a whole: eight bytes per row."""
 
@@ -50,12 +75,6 @@ class Shuffled:
 
     def take(self, first: int, count: int, stride: int = 1) -> np.ndarray:
         return np.ascontiguousarray(self._order[first : first + count * stride : stride])
-
-
-def mixed_seed(seed: int, epoch: int) -> int:
-    """A seed for one epoch: those of neighbouring seeds and epochs have nothing in common."""
-    words = np.random.SeedSequence([seed % (1 << 64), epoch % (1 << 64)]).generate_state(2, np.uint32)
-    return int(words[0]) << 31 | int(words[1]) >> 1  # what a torch.Generator takes on every platform
 
 
 class Run(NamedTuple):
@@ -264,9 +283,4 @@ def permutation(length: int, seed: int, epoch: int) -> Callable[[], Order]:
 
 def shuffled(length: int, seed: int, epoch: int) -> Callable[[], Order]:
     """The order of ``shuffle=True`` without a generator."""
-
-    def draw() -> Order:
-        generator = torch.Generator(device="cpu").manual_seed(mixed_seed(seed, epoch))
-        return Shuffled(torch.randperm(length, generator=generator, device="cpu"))
-
-    return draw
+    return lambda: Shuffle(length, seed, epoch)
