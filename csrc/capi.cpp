@@ -115,11 +115,28 @@ TDGPU_API int tdgpu_transfer_wait(Engine* engine, Transfer* transfer, uint32_t e
     return guarded([&] { *has_passed = engine->wait(*transfer, event, milliseconds); });
 }
 
+using SharedTimes = std::shared_ptr<CopyTimes>;
+
+// After begin, before the first pump. `times` outlives the transfer.
+TDGPU_API int tdgpu_transfer_time_copies(Engine* engine, Transfer* transfer, SharedTimes** times) {
+    return guarded([&] { *times = new SharedTimes(engine->time_copies(*transfer)); });
+}
+// Negative as long as copies are under way.
+TDGPU_API int tdgpu_times_seconds(SharedTimes* times, double* seconds) {
+    return guarded([&] { *seconds = (*times)->seconds(); });
+}
+TDGPU_API void tdgpu_times_release(SharedTimes** times) {
+    delete *times;
+    *times = nullptr;
+}
+
 TDGPU_API Load* tdgpu_transfer_load(Transfer* transfer) {
     return &transfer->load();
 }
-TDGPU_API void tdgpu_transfer_release(Transfer* transfer) {
-    delete transfer;
+// `transfer` is null afterwards, as with every release: a finalizer that is interrupted does it again.
+TDGPU_API void tdgpu_transfer_release(Transfer** transfer) {
+    delete *transfer;
+    *transfer = nullptr;
 }
 
 // --- loads ---
@@ -166,8 +183,9 @@ TDGPU_API int tdgpu_readers_post(Readers* readers, const PlanView* view, SharedL
 TDGPU_API Load* tdgpu_read_load(SharedLoad* read) {
     return read->get();
 }
-TDGPU_API void tdgpu_read_release(SharedLoad* read) {
-    delete read;
+TDGPU_API void tdgpu_read_release(SharedLoad** read) {
+    delete *read;
+    *read = nullptr;
 }
 
 // --- loads whose copies the caller enqueues ---

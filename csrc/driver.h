@@ -21,6 +21,7 @@ using CUevent = struct CUevent_st*;
 constexpr CUresult kCudaSuccess = 0;
 constexpr CUresult kCudaNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventDefault = 0;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostAllocPortable = 1;
 constexpr unsigned kHostAllocDeviceMap = 2;
@@ -71,6 +72,7 @@ static_assert(sizeof(MemOp) == 6 * sizeof(uint64_t), "the size of CUstreamBatchM
     X(EventDestroy, "cuEventDestroy", 4000, "cuEventDestroy_v2", (CUevent))                                         \
     X(EventRecord, "cuEventRecord", 2000, "cuEventRecord", (CUevent, CUstream))                                     \
     X(EventQuery, "cuEventQuery", 2000, "cuEventQuery", (CUevent))                                                  \
+    X(EventElapsedTime, "cuEventElapsedTime", 2000, "cuEventElapsedTime", (float*, CUevent, CUevent))               \
     X(GetErrorName, "cuGetErrorName", 6000, "cuGetErrorName", (CUresult, const char**))
 
 // Stream memory operations, version 2, came with CUDA 11.7, the capture mode with 10.1 (read in cuda.h).

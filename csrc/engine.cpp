@@ -26,10 +26,8 @@ Transfer::Transfer(Engine& engine, Plan plan, Road road, uint32_t events)
 }
 
 Transfer::~Transfer() {
-    // An event that is recorded anew does not disturb a wait that was enqueued on it before (read: the driver API's
-    // manual, cuEventRecord), so events can go back although the device may not have come to them.
     for (CUevent event : events_) {
-        if (event) engine_.give_back(event);
+        if (event) engine_.events_.give_back(event);
     }
 }
 
@@ -87,13 +85,13 @@ std::unique_ptr<Transfer> Engine::begin(Plan plan, CUstream consumer, uint32_t e
 
     auto transfer = std::make_unique<Transfer>(*this, std::move(plan), road_, events);
     try {
-        for (CUevent& event : transfer->events_) event = take_event();
+        for (CUevent& event : transfer->events_) event = events_.take();
 
         // The destinations were allocated in `consumer`'s order: what it has queued may still use their memory.
-        CUevent allocated = take_event();
+        CUevent allocated = events_.take();
         const CUresult recorded = driver_.EventRecord(allocated, consumer);
         const CUresult waited = recorded ? recorded : driver_.StreamWaitEvent(copy_stream_, allocated, 0);
-        give_back(allocated);
+        events_.give_back(allocated);
         driver_.check(recorded, "cuEventRecord");
         driver_.check(waited, "cuStreamWaitEvent");
     } catch (const Error&) {
@@ -104,6 +102,11 @@ std::unique_ptr<Transfer> Engine::begin(Plan plan, CUstream consumer, uint32_t e
     }
     readers_->post(transfer->load_);  // before anything below can block on a full queue
     return transfer;
+}
+
+std::shared_ptr<CopyTimes> Engine::time_copies(Transfer& transfer) {
+    transfer.times_ = std::make_shared<CopyTimes>(driver_, context_, timed_events_);
+    return transfer.times_;
 }
 
 bool Engine::pump(Transfer& transfer, int64_t budget) {
@@ -188,10 +191,12 @@ void Engine::enqueue_gated(Transfer& transfer) {
                       "cuStreamWaitValue32");
     }
     transfer.waits_++;
+    if (transfer.times_) transfer.times_->begin(copy_stream_);
     driver_.check(driver_.MemcpyHtoDAsync(chunk.destination, ring_->at(span), chunk.bytes, copy_stream_),
                   "cuMemcpyHtoDAsync");
     transfer.next_++;
     transfer.write_is_owed_ = true;
+    if (transfer.times_) transfer.times_->end(copy_stream_);
     if (chunk.event) record(transfer, chunk.event - 1);
 }
 
@@ -209,19 +214,21 @@ bool Engine::enqueue_from_host(Transfer& transfer) {
     const Span& span = load.span(transfer.next_);
     if (!ring_->is_ready(span.sequence)) return false;
 
-    CUevent copied = take_event();
+    if (transfer.times_) transfer.times_->begin(copy_stream_);
+    CUevent copied = events_.take();
     CUresult result = driver_.MemcpyHtoDAsync(chunk.destination, ring_->at(span), chunk.bytes, copy_stream_);
     if (result != kCudaSuccess) {
-        give_back(copied);
+        events_.give_back(copied);
         driver_.fail(result, "cuMemcpyHtoDAsync");
     }
     transfer.next_++;
     result = driver_.EventRecord(copied, copy_stream_);
     if (result != kCudaSuccess) {
-        give_back(copied);
+        events_.give_back(copied);
         driver_.fail(result, "cuEventRecord");
     }
     copies_.push_back({span.sequence, copied});
+    if (transfer.times_) transfer.times_->end(copy_stream_);
     if (chunk.event) record(transfer, chunk.event - 1);
     return true;
 }
@@ -229,6 +236,7 @@ bool Engine::enqueue_from_host(Transfer& transfer) {
 void Engine::finish(Transfer& transfer) {
     write_what_is_owed(transfer);
     record(transfer, uint32_t(transfer.events_.size() - 1));
+    if (transfer.times_) transfer.times_->complete();
 }
 
 void Engine::retire_copies() {
@@ -237,7 +245,7 @@ void Engine::retire_copies() {
         if (result == kCudaNotReady) return;
         driver_.check(result, "cuEventQuery");
         ring_->set_freed(copies_.front().chunk);
-        give_back(copies_.front().event);
+        events_.give_back(copies_.front().event);
         copies_.pop_front();
     }
 }
@@ -253,7 +261,7 @@ bool Engine::is_broken() {
 
 bool Engine::is_idle() {
     if (driver_.StreamQuery(copy_stream_) != kCudaSuccess && !is_broken()) return false;
-    for (const Copy& copy : copies_) give_back(copy.event);
+    for (const Copy& copy : copies_) events_.give_back(copy.event);
     copies_.clear();
     // Idle, or broken for good: in both cases no copy reads the ring any more.
     ring_->set_freed(ring_->last_claimed());
@@ -267,6 +275,7 @@ void Engine::take_back(Transfer& transfer) {
     // enqueued never will be: their readers must not wait for a place that no copy will free.
     transfer.load().cancel();
     transfer.load().strand(transfer.road_ == Road::gated ? transfer.waits_ : transfer.next_);
+    if (transfer.times_) transfer.times_->complete();
 }
 
 bool Engine::drained(Transfer& transfer) {
@@ -328,25 +337,6 @@ void Engine::close(int64_t budget) {
 }
 
 // --- events ---
-
-CUevent Engine::take_event() {
-    {
-        std::lock_guard<std::mutex> lock(events_mutex_);
-        if (!spare_events_.empty()) {
-            CUevent event = spare_events_.back();
-            spare_events_.pop_back();
-            return event;
-        }
-    }
-    CUevent event = nullptr;
-    driver_.check(driver_.EventCreate(&event, kEventDisableTiming), "cuEventCreate");
-    return event;
-}
-
-void Engine::give_back(CUevent event) {
-    std::lock_guard<std::mutex> lock(events_mutex_);
-    spare_events_.push_back(event);
-}
 
 void Engine::record(Transfer& transfer, uint32_t event) {
     driver_.check(driver_.EventRecord(transfer.events_[event], copy_stream_), "cuEventRecord");

@@ -16,11 +16,11 @@
 #include <chrono>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "driver.h"
+#include "events.h"
 #include "load.h"
 #include "readers.h"
 #include "ring.h"
@@ -51,6 +51,7 @@ private:
     uint32_t waits_ = 0;           // chunks whose gate the copy stream waits for: next_, or one more
     bool write_is_owed_ = false;   // the last chunk's `freed` goes out together with the next chunk's wait
     std::vector<CUevent> events_;  // those the plan asks for, then the end
+    std::shared_ptr<CopyTimes> times_;
     std::atomic<bool> is_done_{false};
 };
 
@@ -68,6 +69,9 @@ public:
     // For the road that was taken. Checks the plan, orders the copy stream behind what `consumer` has queued, and lets
     // the readers start.
     std::unique_ptr<Transfer> begin(Plan plan, CUstream consumer, uint32_t events);
+
+    // Has the load's copies timed. Between begin and pump; costs two events a chunk.
+    std::shared_ptr<CopyTimes> time_copies(Transfer& transfer);
 
     // Enqueues for up to `milliseconds`; true when everything is enqueued. Throws the first error, once, after the
     // load has been taken back: no copy of it is under way then, and the engine is good for the next load.
@@ -112,8 +116,6 @@ private:
     bool is_idle();
     bool is_broken();
 
-    CUevent take_event();
-    void give_back(CUevent event);
     void record(Transfer& transfer, uint32_t event);
 
     Driver& driver_;
@@ -132,8 +134,8 @@ private:
     };
     std::deque<Copy> copies_;
 
-    std::mutex events_mutex_;
-    std::vector<CUevent> spare_events_;
+    EventPool events_{driver_, kEventDisableTiming};
+    EventPool timed_events_{driver_, kEventDefault};
 };
 
 }  // namespace tdgpu

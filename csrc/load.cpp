@@ -248,7 +248,8 @@ void Load::gather_piece(uint32_t index, char* to) {
     const RowSource& source = *plan_.sources[piece.file];
     const auto begun = std::chrono::steady_clock::now();
     const long blocks = blocks_read();
-    const Damage damage = source.gather(&plan_.rows[piece.offset], piece.bytes / source.row_bytes(), to, gathered_bytes_);
+    const Damage damage =
+        source.gather(&plan_.rows[piece.offset], piece.bytes / source.row_bytes(), to, gathered_bytes_);
     const auto taken = std::chrono::steady_clock::now() - begun;
     (blocks_read() == blocks ? warm_nanoseconds_ : cold_nanoseconds_)
         .fetch_add(uint64_t(std::chrono::nanoseconds(taken).count()), std::memory_order_relaxed);

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tdgpu.layout.files import Where
 from tdgpu.layout.save import Save
 from tdgpu.layout.tree import Kind, Leaf, Level, Shape
 from tdgpu.load import Request, check_allow_pickle, load_save
+from tdgpu.signals import Descriptor
 
 __all__ = ["MemmapReader"]
 
@@ -230,17 +230,17 @@ class _Mark:
         exactly: whether its time of modification and size count, too.
     """
 
-    __slots__ = ("__weakref__", "_exactly", "_identity", "path")
+    __slots__ = ("_exactly", "_held", "_identity", "path")
 
     def __init__(self, path: str, *, exactly: bool) -> None:
         self.path = path
         self._exactly = exactly
         self._identity: tuple[int, ...] | None = None
+        self._held = Descriptor()
         try:
-            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            fd = self._held.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:
             return
-        weakref.finalize(self, os.close, fd)
         self._identity = self._of(os.fstat(fd))
 
     def holds(self) -> bool:

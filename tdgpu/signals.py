@@ -8,27 +8,34 @@ taken), so only what is one step of the interpreter is used here: plain locks an
 from __future__ import annotations
 
 import _thread
+import contextlib
 import contextvars
 import functools
+import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-__all__ = ["Background", "uninterrupted", "until_exit"]
+__all__ = ["Background", "Descriptor", "finalizer", "uninterrupted", "until_exit"]
 
-T = TypeVar("T")
+# Ctrl-C during a finalizer comes again so many seconds later, when that is over.
+AGAIN_SECONDS = 0.01
+# How often it has to come for a finalizer that hangs to be given up.
+ATTEMPTS = 8
 
 
-def until_exit(finalizer: Callable[[T], None]) -> Callable[[T], None]:
+def until_exit(finalizer: Callable[..., None]) -> Callable[..., None]:
     """Makes a ``__del__`` do nothing once the interpreter is taken apart: what it calls may be gone by then. What must
     be done before is done by ``atexit``; the rest goes with the process."""
     is_finalizing = sys.is_finalizing
 
     @functools.wraps(finalizer)
-    def finalize(self: T) -> None:
+    def finalize(*arguments: Any) -> None:
         if not is_finalizing():
-            finalizer(self)
+            finalizer(*arguments)
 
     return finalize
 
@@ -136,3 +143,59 @@ def uninterrupted(function: Callable[[], Any], *, always: bool = False) -> Any:
     finally:
         # An exception holds this frame: it would hold itself, and with it what the caller's frames hold.
         del interrupt, job
+
+
+def finalizer(function: Callable[..., None]) -> Callable[..., None]:
+    """Makes a ``__del__`` or the callback of a weak reference one that Ctrl-C neither cuts short nor is lost in.
+
+    Python prints what is raised in a finalizer, and goes on as if nothing had been. So a KeyboardInterrupt has the
+    function run again, which must do no harm; and SIGINT is sent once more, for the code that goes on behind it.
+    When the interpreter ends, nothing is done, as with :func:`until_exit`.
+
+    >>> finalizer(print)("gone")
+    gone
+    """
+
+    @functools.wraps(function)
+    def finalize(*arguments: Any) -> None:
+        interrupts = 0
+        while interrupts < ATTEMPTS:
+            try:
+                function(*arguments)
+                break
+            except KeyboardInterrupt:
+                interrupts += 1
+        if interrupts:
+            with contextlib.suppress(RuntimeError):  # no threads any more: the interpreter ends
+                _thread.start_new_thread(_interrupt_again, ())
+
+    return until_exit(finalize)
+
+
+def _interrupt_again() -> None:
+    time.sleep(AGAIN_SECONDS)
+    main = threading.main_thread().ident
+    if main is not None and signal.getsignal(signal.SIGINT) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+        signal.pthread_kill(main, signal.SIGINT)  # a real one: it ends a wait, too
+
+
+class Descriptor(list[int]):
+    """The descriptor of a file, once it is open: closed when nobody holds this any more, if not before.
+
+    An interrupt that comes right behind ``os.open`` loses it; here it is in its place by then. And it is closed once
+    only, since its number may soon be another file's.
+    """
+
+    __slots__ = ()
+
+    def open(self, path: str, flags: int) -> int:
+        """``os.open``, with its errors."""
+        self.extend(map(os.open, (path,), (flags,)))  # one step of the interpreter
+        return self[-1]
+
+    def close(self) -> None:
+        """May be called again."""
+        while self:
+            any(map(os.close, map(self.pop, (-1,))))  # likewise
+
+    __del__ = finalizer(close)

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from tdgpu import DeviceLoader, MemmapDataset, PermutationSampler, WeightedSampler
+from tdgpu.data.orders import Permutation
 
 ROWS = 23
 WEIGHTS = [row + 1.0 for row in range(ROWS)]
@@ -163,24 +164,40 @@ def test_an_epoch_that_began_keeps_its_order(dataset):
     """set_epoch while an iterator is alive is for the next one."""
     for sampler in (PermutationSampler(dataset, 1), WeightedSampler(torch.ones(ROWS), 40, seed=1)):
         loader = DeviceLoader(dataset, 4, sampler=sampler)
-        wanted = list(sampler)
+        wanted = list(sampler.order().take(0, len(sampler)))
         iterator = iter(loader)
         seen = next(iterator)["i"].tolist()
-        loader.set_epoch(1)
+        loader.set_epoch(3)
         assert seen + rows_of(iterator) == wanted
-        assert rows_of(loader) == list(sampler) != wanted
+        wanted = list(sampler.order().take(0, len(sampler)))
+        assert sampler.epoch == 3 and rows_of(loader) == wanted
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_each_iterator_has_the_next_epoch_of_a_sampler(dataset, within):
+    """Also one that was left, and within a batch sampler."""
+    sampler = PermutationSampler(dataset, seed=3)
+    batches: dict[str, Any] = {"batch_sampler": BatchSampler(sampler, 4, False)}
+    loader = DeviceLoader(dataset, **(batches if within else {"batch_size": 4, "sampler": sampler}))
+    orders = [list(Permutation(ROWS, 3, epoch)) for epoch in range(6)]
+    assert [rows_of(loader), rows_of(loader)] == orders[:2]
+    assert next(iter(loader))["i"].tolist() == orders[2][:4]
+    assert rows_of(loader) == orders[3]
+    loader.set_epoch(1)
+    assert [rows_of(loader), rows_of(loader)] == orders[1:3]
+    assert len(loader) == 6 and rows_of(loader) == orders[3]  # asking for the length begins nothing
 
 
 def test_a_state_that_a_sampler_was_given_counts(dataset):
     sampler = PermutationSampler(dataset, seed=3)
-    whole = list(sampler)
+    whole = list(Permutation(ROWS, 3, 0))
     begun = iter(sampler)
     assert [next(begun) for _ in range(6)] == whole[:6]
     resumed = PermutationSampler(dataset)
     resumed.load_state_dict(sampler.state_dict())
     loader = DeviceLoader(dataset, 4, sampler=resumed)
     assert rows_of(loader) == whole[6:]
-    assert rows_of(loader) == whole
+    assert rows_of(loader) == list(Permutation(ROWS, 3, 1))
 
 
 # --- its own orders ---------------------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_process
 from loaders import all_numbers, native_threads, numbers, save_rows
 
-import tdgpu
 from tdgpu import DeviceLoader
 from tdgpu.data.progress import pace, progress
 from tdgpu.data.stats import Stopwatch
@@ -41,24 +41,31 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_a_terminal(program: str, save: Path) -> tuple[int, str]:
     """Exit status and output of a program whose standard streams are a terminal; ``SAVE`` is 100 rows."""
     save_rows(save, 100)
-    imports = "import time, tdgpu; from tdgpu.data.progress import progress"
-    program = f"{imports}\nloader = tdgpu.DeviceLoader({str(save)!r}, batch_size=10)\n{program}"
-    paths = os.pathsep.join([str(Path(tdgpu.__file__).parents[1]), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    output = b""
-    while True:
-        try:
-            some = os.read(ours, 65536)
-        except OSError:  # EIO: the other side is closed
-            break
-        if not some:
-            break
-        output += some
-    os.close(ours)
-    return process.wait(60), output.decode()
+    imports = f"""
+import os, time
+for stream in (1, 2):
+    os.dup2(os.open({os.ttyname(theirs)!r}, os.O_RDWR | os.O_NOCTTY), stream)
+import tdgpu
+from tdgpu.data.progress import progress
+loader = tdgpu.DeviceLoader({str(save)!r}, batch_size=10)
+"""
+    output = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # EIO: the other side is closed
+            while some := os.read(ours, 65536):
+                output.extend(some)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        status, _, _ = run_process(imports + program, TERM="xterm", COLUMNS="100", LINES="30")
+    finally:
+        os.close(theirs)
+        reader.join()
+        os.close(ours)
+    return status, output.decode()
 
 
 def test_without_a_terminal_there_are_batches_and_no_bar(loader, capsys):

@@ -10,10 +10,12 @@ import pytest
 import torch
 from saves import BUILDERS
 from tensordict import TensorDict
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch._subclasses import FakeTensorMode
+from torch.utils.data import BatchSampler, DataLoader, Subset, TensorDataset
 
-from tdgpu import DeviceLoader
-from tdgpu.errors import InvalidArgument, InvalidArgumentType, SaveNotFound
+from tdgpu import DeviceLoader, MemmapDataset
+from tdgpu.data.progress import progress
+from tdgpu.errors import DeviceError, InvalidArgument, InvalidArgumentType, NotSupported, SaveNotFound
 
 
 @pytest.fixture
@@ -67,6 +69,22 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"padding": "mask", "mask_key": 3}, InvalidArgumentType, "mask_key must be a string, got 3"),
     ({"padding": "mask", "mask_key": "i"}, InvalidArgument, "has an entry 'i': give the mask another mask_key"),
     ({"padding": "mask", "mask_key": "n"}, InvalidArgument, "has an entry 'n'"),
+    ({"mask_key": "m"}, InvalidArgument, 'mask_key names the entry of padding="mask"'),
+    ({"sampler": 3}, InvalidArgumentType, "sampler must be a Sampler.*iterated for indices, got 3"),
+    ({"sampler": "012"}, InvalidArgumentType, "sampler must be a Sampler.*got '012'"),
+    ({"sampler": torch.tensor(3)}, InvalidArgumentType, r"sampler must be a Sampler.*got tensor\(3\)"),
+    ({"batch_sampler": 3}, InvalidArgumentType, "batch_sampler must be a Sampler.*for lists of indices, got 3"),
+    ({"sampler": BatchSampler(range(10), 2, False)}, InvalidArgument, "gives lists of indices.*batch_size=None"),
+    ({"sampler": BatchSampler(range(10), 2, False), "batch_size": 2}, InvalidArgument, "gives lists of indices"),
+    ({"shuffle": True, "generator": torch.Generator(), "seed": 1}, InvalidArgument, "generator= or follows from seed="),
+    ({"pin_memory": "no"}, InvalidArgumentType, "pin_memory must be a bool, got 'no'"),
+    ({"persistent_workers": 1}, InvalidArgumentType, "persistent_workers must be a bool, got 1"),
+    ({"in_order": None}, InvalidArgumentType, "in_order must be a bool, got None"),
+    ({"num_workers": 257}, InvalidArgument, "num_workers must be at most 256, got 257"),
+    ({"device": "nonsense"}, InvalidArgument, "device='nonsense' is no device here: Expected one of"),
+    ({"device": 3.5}, InvalidArgumentType, r"device must be a torch\.device.*got 3\.5"),
+    ({"device": "hpu"}, DeviceError, "The device hpu cannot be used"),
+    ({"device": "mps:7"}, DeviceError, "The device mps:7 cannot be used: torch .* finds .* devices of that type"),
 ]
 
 
@@ -101,3 +119,54 @@ def test_arguments_come_in_dataloaders_order(save):
     loader = DeviceLoader(save, 4, False, None, None, 1, None, False, True)
     assert [batch["i"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert str(save) in repr(loader) and "batch_size=4, sequential, on the CPU" in repr(loader)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused_at_once(save):
+    for device in ("cuda", "cuda:1", torch.device("cuda")):
+        with pytest.raises(DeviceError, match="finds no devices of that type"):
+            DeviceLoader(save, device=device)
+    assert not torch.cuda.is_initialized()
+
+
+def test_a_device_index_beyond_the_last_is_refused(sim, save):
+    with pytest.raises(DeviceError, match=r"The device simgpu:2 cannot be used: torch .* finds 2 devices"):
+        DeviceLoader(save, device="simgpu:2")
+    DeviceLoader(save, device="simgpu:1")
+
+
+BAD_INDICES: list[tuple[Any, type[Exception], str]] = [
+    ([0, 10], IndexError, "The row 10 is out of range: there are 10 rows"),
+    ([0, -11], IndexError, "The row -11 is out of range"),
+    ([0, "1"], InvalidArgumentType, "not by '1'"),
+    ([[0, 1], [2]], InvalidArgumentType, "gives lists of indices, which are batches: say batch_size=None"),
+    ([(0, 1)], InvalidArgumentType, "gives lists of indices"),
+    ([torch.tensor([0, 1])], InvalidArgumentType, "gives lists of indices"),
+]
+
+
+@pytest.mark.parametrize(("sampler", "error", "words"), BAD_INDICES)
+def test_what_a_sampler_gives_that_is_no_row_names_the_save(save, sampler, error, words):
+    with pytest.raises(error, match=f"{words}.*save {save}"):
+        list(DeviceLoader(save, 2, sampler=sampler))
+    if error is IndexError:
+        with pytest.raises(error, match=f"{words}.*save {save}"):
+            list(DeviceLoader(save, batch_sampler=[sampler]))
+        with pytest.raises(error, match=f"{words}.*save {save}"):
+            list(DeviceLoader(Subset(MemmapDataset(save), sampler)))
+
+
+def test_a_loop_under_a_fake_tensor_mode_is_refused(save):
+    loader, dataset = DeviceLoader(save, 4), MemmapDataset(save)
+    iterator = iter(loader)
+    first = next(iterator)["i"].tolist()
+    with FakeTensorMode():
+        for call in (lambda: iter(loader), lambda: next(iterator), lambda: dataset[0], lambda: dataset[[1, 2]]):
+            with pytest.raises(NotSupported, match=f"Under a FakeTensorMode.*save {save}"):
+                call()
+    assert first + [row for batch in iterator for row in batch["i"].tolist()] == list(range(10))
+
+
+def test_progress_takes_a_loader():
+    with pytest.raises(InvalidArgumentType, match=r"progress goes through a DeviceLoader's batches, not through \[1\]"):
+        progress([1])  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -112,6 +113,7 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "ours, weighted": lambda: {"batch_size": 4, "sampler": WeightedSampler([1.0] * ROWS, 30, seed=1)},
     "ours, weighted, once": lambda: {"batch_size": 4, "sampler": WeightedSampler([1.0] * ROWS, 20, False, seed=1)},
     "ours, rows": lambda: {"batch_size": None, "sampler": PermutationSampler(ROWS, seed=1)},
+    "batches, ours": lambda: {"batch_sampler": BatchSampler(PermutationSampler(ROWS, seed=1), 4, False)},
     "its own state": lambda: {"batch_size": 4, "sampler": Stateful()},
 }
 
@@ -222,7 +224,8 @@ def test_the_seed_comes_with_the_state(save):
 def test_where_a_sampler_was_before_does_not_count(save):
     """Neither for the epoch that begins: its state tells of an iteration that is over."""
     sampler = PermutationSampler(ROWS, seed=1)
-    wanted = list(sampler)
+    next(iter(sampler))
+    wanted = sampler.take(0, ROWS).tolist()
     loader = DeviceLoader(save, 4, sampler=sampler)
     next(iter(loader))
     resumed = DeviceLoader(save, 4, sampler=PermutationSampler(ROWS))
@@ -259,7 +262,7 @@ def test_a_state_is_a_few_numbers(tmp_path):
         path = tmp_path / str(rows)
         TensorDict({"i": torch.arange(rows)}, [rows]).memmap(path)
         for shuffle, generator in ((True, None), ("permute", None), (True, seeded())):
-            loader = DeviceLoader(path, 2, shuffle=shuffle, generator=generator, seed=0)
+            loader = DeviceLoader(path, 2, shuffle=shuffle, generator=generator, seed=None if generator else 0)
             iterator = iter(loader)
             for _ in range(5):
                 next(iterator)
@@ -376,8 +379,115 @@ def test_positions_of_samplers_fit_only_the_same_batches(save):
     with pytest.raises(FormatError, match="world_size 2, and this one has 3"):
         DeviceLoader(save, 4, sampler=DistributedSampler(DATASET, 3, 0)).load_state_dict(state)
     state = DeviceLoader(save, 4, sampler=PermutationSampler(ROWS)).state_dict()
-    with pytest.raises(InvalidArgument, match="another order: its rows is 22, and here 5"):
+    with pytest.raises(InvalidArgument, match=f"another order: its rows is 22, and here 5.*{save}"):
         DeviceLoader(save, 4, sampler=PermutationSampler(5)).load_state_dict(state)
+
+
+SAMPLERS = [name for name in ORDERS if "sampler" in ORDERS[name]()]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_states_of_other_samplers_are_refused_and_change_nothing(save, name):
+    def classes(arguments: dict[str, Any]) -> list[str]:
+        return [key for key in DeviceLoader(save, **arguments)._samplers.state() if "generator" not in key]
+
+    state = DeviceLoader(save, **ORDERS[name]()).state_dict()
+    for other in SAMPLERS:
+        here, there = DeviceLoader(save, **ORDERS[other]()), DeviceLoader(save, **ORDERS[name]())
+        same_class = [type(one.sampler) for one in (here, there)]
+        if same_class[0] is same_class[1] or here.batch_size != there.batch_size:
+            continue
+        if here._world_size() != there._world_size() or not (classes(ORDERS[other]()) or classes(ORDERS[name]())):
+            continue
+        before = here.state_dict()
+        with pytest.raises(FormatError, match=f"of a loader whose sampler is .*, and here it is .*{save}"):
+            here.load_state_dict(state)
+        assert same(here.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"shuffle": True}, {"sampler": PermutationSampler(ROWS)}, {"sampler": [1, 2]}]
+)
+def test_positions_behind_the_end_are_refused(save, arguments):
+    loader = DeviceLoader(save, 4, **arguments)
+    state = loader.state_dict()
+    with pytest.raises(FormatError, match=f"position is 10{{30}}, and there are .*{save}"):
+        loader.load_state_dict({**state, "position": 10**30})
+    if arguments.get("sampler") != [1, 2]:
+        with pytest.raises(FormatError, match="position is 23, and there are 22"):
+            loader.load_state_dict({**state, "position": 23})
+        loader.load_state_dict({**state, "position": 22})
+        assert read(loader) == []
+
+
+class Global(Sampler[int]):
+    """A sampler of a user's that draws another order each time, from the global generator."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.rows).tolist())
+
+
+class Batches(Global):
+    """Likewise, batches; as generators, which can be gone through once."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for rows in torch.randperm(self.rows).split(4):
+            yield (int(row) for row in rows)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"batch_size": 4, "sampler": Global()},
+        lambda: {"batch_size": None, "sampler": Global()},
+        lambda: {"batch_sampler": BatchSampler(Global(), 4, False)},
+        lambda: {"batch_sampler": Batches()},
+        lambda: {"batch_size": None, "sampler": Batches()},
+    ],
+)
+def test_a_sampler_that_gives_other_rows_than_before_is_found_out(save, make):
+    begun = DeviceLoader(save, prefetch_factor=3, **make())
+    iterator = iter(begun)
+    for _ in range(3):
+        next(iterator)
+    state = pickle.loads(pickle.dumps(begun.state_dict()))
+    resumed = DeviceLoader(save, **make())
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    with pytest.raises(FormatError, match=f"The sampler gives other rows than it gave before.*{save}"):
+        list(resumed)
+    # The same rows as before are what they were.
+    torch.manual_seed(5)
+    whole = read(DeviceLoader(save, **make()))
+    for cut in (1, 2, len(whole)):
+        torch.manual_seed(5)
+        loader = DeviceLoader(save, **make())
+        iterator = iter(loader)
+        for _ in range(cut):
+            next(iterator)
+        resumed.load_state_dict(loader.state_dict())
+        torch.manual_seed(5)
+        assert read(resumed) == whole[cut:]
+
+
+def test_a_sampler_that_gives_fewer_rows_than_before_is_found_out(save):
+    loader = DeviceLoader(save, 2, sampler=list(range(10)))
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    resumed = DeviceLoader(save, 2, sampler=list(range(6)))
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(FormatError, match="The sampler gives other rows than it gave before"):
+        list(resumed)
+
+
+def test_checksums_are_kept_of_batches_under_way_only(save):
+    loader = DeviceLoader(save, 1, sampler=list(range(ROWS)) * 20, prefetch_factor=3)
+    for _ in loader:
+        assert loader._given is not None and len(loader._given._checksums) <= 6
 
 
 def test_a_save_that_has_grown(tmp_path):

@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain, permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -344,10 +345,25 @@ def test_the_sampler_gives_the_permutation_of_its_epoch():
     assert len(sampler) == 10_000
     for epoch in (0, 3, -1):
         sampler.set_epoch(epoch)
+        taken = sampler.take(5, 4, stride=10).tolist()
         rows = list(sampler)
         assert all(type(row) is int for row in rows)
-        assert rows == list(Permutation(10_000, 7, epoch)) == list(sampler)
-        assert sampler.take(5, 4, stride=10).tolist() == rows[5:45:10]
+        assert rows == list(Permutation(10_000, 7, epoch)) and taken == rows[5:45:10]
+
+
+def test_epochs_of_a_sampler_count_by_themselves():
+    """As those of RandomSampler do, from the one that set_epoch says on; an iteration counts as it begins."""
+    sampler = PermutationSampler(100, seed=7)
+    loader: Any = DataLoader(range(100), batch_size=8, sampler=sampler)
+    for epoch in range(3):
+        assert [row for batch in loader for row in batch.tolist()] == list(Permutation(100, 7, epoch))
+    assert sampler.epoch == 3
+    sampler.set_epoch(8)
+    first, second = iter(sampler), iter(sampler)
+    sampler.set_epoch(8)
+    third = iter(sampler)
+    for rows, epoch in ((second, 9), (first, 8), (third, 8), (sampler, 9), (sampler, 10)):
+        assert list(rows) == list(Permutation(100, 7, epoch))
 
 
 @pytest.mark.parametrize("n", [10, 4096, 10_000])
@@ -361,19 +377,24 @@ def test_a_sampler_resumes_where_the_other_was(n, given):
     resumed = PermutationSampler(n, seed=99)
     resumed.load_state_dict(first.state_dict())
     assert begun + list(resumed) == begun + list(rows) == list(Permutation(n, 3, 2))
-    assert list(resumed) == list(Permutation(n, 3, 2))  # whole again
+    assert list(resumed) == list(Permutation(n, 3, 3))  # whole again
 
 
 def test_an_epoch_that_is_over_is_neither_repeated_nor_skipped():
     sampler = PermutationSampler(10)
-    whole = list(sampler)
-    resumed = PermutationSampler(10)
+    rows = iter(sampler)
+    assert sorted(next(rows) for _ in range(10)) == list(range(10))
+    for with_set_epoch in (True, False):
+        resumed = PermutationSampler(10)
+        resumed.load_state_dict(sampler.state_dict())
+        if with_set_epoch:
+            resumed.set_epoch(0)  # as a loop does that begins with the epoch that was saved
+        assert list(resumed) == []
+        assert list(resumed) == list(Permutation(10, 0, 1))
+    assert next(rows, None) is None  # only now it is over
+    assert sampler.state_dict() == {"seed": 0, "epoch": 1, "position": 0, "rows": 10}
     resumed.load_state_dict(sampler.state_dict())
-    resumed.set_epoch(0)  # as a loop does that begins with the epoch that was saved
-    assert list(resumed) == []
-    resumed.set_epoch(1)
-    assert sorted(resumed) == sorted(whole)
-    assert resumed.state_dict() == {"seed": 0, "epoch": 1, "position": 10, "rows": 10}
+    assert list(resumed) == list(Permutation(10, 0, 1))
 
 
 def test_a_dataloader_resumes_after_whole_batches():
@@ -393,9 +414,11 @@ def test_an_iteration_that_was_left_does_not_move_the_state():
     latest = iter(sampler)
     next(latest), next(latest), next(left)
     assert sampler.state_dict()["position"] == 2
-    sampler.set_epoch(1)
-    assert next(latest) == Permutation(100, 0, 0)[2]  # of the epoch in which it began
-    assert sampler.state_dict() == {"seed": 0, "epoch": 1, "position": 0, "rows": 100}
+    assert sampler.state_dict() == {"seed": 0, "epoch": 1, "position": 2, "rows": 100}
+    sampler.set_epoch(2)
+    assert next(latest) == Permutation(100, 0, 1)[2]  # of the epoch in which it began
+    assert sampler.state_dict() == {"seed": 0, "epoch": 2, "position": 0, "rows": 100}
+    assert list(left) == list(Permutation(100, 0))[2:] and sampler.state_dict()["epoch"] == 2
 
 
 def test_a_dataset_may_grow_between_epochs():
@@ -469,7 +492,7 @@ def test_bad_arguments_are_refused():
 def test_states_that_are_not_its_own_are_refused():
     sampler = PermutationSampler(10)
     state = sampler.state_dict()
-    for bad in ({}, {**state, "more": 1}, WeightedSampler([1.0], 10).state_dict()):
+    for bad in ({}, None, [], {**state, "more": 1}, WeightedSampler([1.0], 10).state_dict()):
         with pytest.raises(InvalidArgument, match="no state of a PermutationSampler"):
             sampler.load_state_dict(bad)
     for position in (-1, 11):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import signal
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
-from appends import in_process
+from forked import in_process
 
-from tdgpu.signals import uninterrupted
+from tdgpu.signals import Descriptor, finalizer, uninterrupted
 
 pytestmark = [
     pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"),
@@ -117,3 +119,89 @@ def test_one_interrupt_before_it_begins_and_one_while_that_is_dealt_with():
         timeout=10,
     )
     assert found.strip() in {"0", "1"}
+
+
+# --- finalizers -------------------------------------------------------------------------------------------------------
+
+
+class Ended:
+    """What a finalizer has done: it is interrupted each time that it runs, except from a certain one on."""
+
+    def __init__(self, interrupts: int) -> None:
+        self.interrupts = interrupts
+        self.runs = 0
+        self.is_whole = False
+
+    @finalizer
+    def run(self) -> None:
+        self.runs += 1
+        end = time.monotonic() + 30
+        while self.runs <= self.interrupts:
+            assert time.monotonic() < end
+        self.is_whole = True
+
+
+@contextlib.contextmanager
+def ctrl_c(ended: Ended):
+    """SIGINT, whenever the finalizer runs anew."""
+
+    def press() -> None:
+        for number in range(1, ended.interrupts + 1):
+            while ended.runs < number:
+                time.sleep(0.001)
+            signal.pthread_kill(main, signal.SIGINT)
+
+    main = threading.get_ident()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("by", ["__del__", "weak reference"])
+@pytest.mark.parametrize(("interrupts", "runs", "is_whole"), [(1, 2, True), (3, 4, True), (8, 8, False)])
+def test_ctrl_c_in_a_finalizer_comes_behind_it(by, interrupts, runs, is_whole):
+    """Which has run to its end by then, unless it hangs and Ctrl-C comes again and again."""
+    ended = Ended(interrupts)
+
+    class Dropped:
+        if by == "__del__":
+
+            def __del__(self) -> None:
+                ended.run()
+
+    dropped = Dropped()
+    if by == "weak reference":
+        weakref.finalize(dropped, ended.run)
+
+    def drop() -> None:
+        nonlocal dropped
+        del dropped
+        assert (ended.runs, ended.is_whole) == (runs, is_whole)
+        time.sleep(30)
+
+    with ctrl_c(ended), pytest.raises(KeyboardInterrupt):
+        drop()
+
+
+def test_a_descriptor_is_closed_once_and_never_lost(tmp_path):
+    path = str(tmp_path / "file")
+    with pytest.raises(FileNotFoundError):
+        Descriptor().open(path, os.O_RDONLY)
+    (tmp_path / "file").touch()
+    before = len(os.listdir("/proc/self/fd"))
+    for closes in (True, False):
+        file = Descriptor()
+        number = file.open(path, os.O_RDONLY)
+        assert os.readlink(f"/proc/self/fd/{number}") == path
+        if closes:
+            file.close()
+            assert os.open(path, os.O_RDONLY) == number  # another one's by now
+            file.close()
+        del file
+        os.close(number) if closes else None
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -168,11 +168,15 @@ def test_a_sampler_resumes_at_any_position(replacement):
         assert [next(rows) for _ in range(given)] == whole[:given]
         resumed = WeightedSampler(weights, count, replacement)
         resumed.load_state_dict(sampler.state_dict())
-        assert list(resumed) == whole[given:]
         assert resumed.take(given, count - given).tolist() == whole[given:]
-    assert sampler.take(3, 5, stride=1000).tolist() == whole[3:4004:1000]
+        assert list(resumed) == whole[given:]
+        assert sampler.epoch == resumed.epoch == 1 and list(sampler) == list(resumed) != whole
+        sampler.load_state_dict(sampler.state_dict())
+        rows = iter(sampler)
+        for _ in range(count):
+            next(rows)
     assert sampler.state_dict() == {
-        "seed": 8, "epoch": 0, "position": count, "rows": 20_000, "num_samples": count, "replacement": replacement,
+        "seed": 8, "epoch": 2, "position": count, "rows": 20_000, "num_samples": count, "replacement": replacement,
     }  # fmt: skip
 
 
@@ -315,5 +319,10 @@ def test_weights_are_copied(replacement):
 def test_it_serves_a_dataloader():
     sampler = WeightedSampler([0.0, 1.0, 0.0, 3.0], 10, seed=4)
     loader: DataLoader[int] = DataLoader(range(4), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
-    assert [row for batch in loader for row in batch.tolist()] == sampler.take(0, 10).tolist()
+    epochs = []
+    for _ in range(3):
+        wanted = sampler.take(0, 10).tolist()
+        assert [row for batch in loader for row in batch.tolist()] == wanted
+        epochs.append(wanted)
+    assert len(set(map(tuple, epochs))) == 3
     assert len(loader) == 3

@@ -35,6 +35,7 @@ static_assert(tdgpu::MemOp::kWaitValue32 == CU_STREAM_MEM_OP_WAIT_VALUE_32);
 static_assert(tdgpu::MemOp::kWriteValue32 == CU_STREAM_MEM_OP_WRITE_VALUE_32);
 static_assert(tdgpu::kCudaNotReady == CUDA_ERROR_NOT_READY);
 static_assert(tdgpu::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
+static_assert(tdgpu::kEventDefault == CU_EVENT_DEFAULT);
 static_assert(tdgpu::kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(tdgpu::kHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE);
 static_assert(tdgpu::kHostAllocDeviceMap == CU_MEMHOSTALLOC_DEVICEMAP);

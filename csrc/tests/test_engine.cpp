@@ -76,6 +76,92 @@ void bytes_arrive(Road road, size_t ring, size_t chunk, size_t piece, unsigned t
     sim->reset();
 }
 
+ssize_t slow(int fd, void* to, size_t n, off_t at) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    return ::pread(fd, to, n, at);
+}
+
+// Copies take 2 ms each, and the reads before them 20 ms, which are none of theirs.
+void copies_are_timed_without_what_they_wait_for(Road road) {
+    const RandomFile file(6 * 65536);
+    Bench bench(1 << 20, 1);
+    sim->set("delay_us", 2000);
+    sim->set("fixed_delay", 1);
+    pread_function = slow;
+    const auto address = device_memory(file.bytes.size());
+    while (!bench.engine->take_road(road, 5)) {
+    }
+    auto transfer = bench.engine->begin(check::plan_of(file, address, 65536, 65536), bench.consumer, 0);
+    const auto times = bench.engine->time_copies(*transfer);
+    assert(times->seconds() < 0);
+    while (!bench.engine->pump(*transfer, 5)) {
+        assert(times->seconds() < 0);
+    }
+    bench.finish(*transfer);
+    transfer.reset();  // the times are there without it
+    const double seconds = times->seconds();
+    assert(seconds >= 6 * 0.002 && seconds < 6 * 0.02 && times->seconds() == seconds);
+    pread_function = &::pread;
+    sim->expect_clean();
+    sim->reset();
+}
+
+void events_of_timed_copies_are_used_again() {
+    Bench bench;
+    const RandomFile file(300'000);
+    const auto address = device_memory(file.bytes.size());
+    long made = 0;
+    for (int i = 0; i < 5; i++) {
+        auto transfer = bench.engine->begin(check::plan_of(file, address, 65536, 65536), bench.consumer, 0);
+        const auto times = bench.engine->time_copies(*transfer);
+        while (!bench.engine->pump(*transfer, 5)) {
+        }
+        bench.finish(*transfer);
+        if (i % 2) assert(times->seconds() >= 0);  // they come back also where nobody asked
+        if (i == 0) made = sim->stat("calls:cuEventCreate");
+    }
+    assert(sim->stat("calls:cuEventCreate") == made);
+    sim->expect_clean();
+    sim->reset();
+}
+
+// An event that cannot be recorded takes the load back, and its times do not wait for what never comes.
+void a_timed_load_that_is_taken_back(Road road) {
+    const RandomFile file(300'000);
+    Bench bench;
+    while (!bench.engine->take_road(road, 5)) {
+    }
+    for (long nth = 1; nth <= 6; nth++) {
+        const auto address = device_memory(file.bytes.size());
+        auto transfer = bench.engine->begin(check::plan_of(file, address, 65536, 65536), bench.consumer, 0);
+        const auto times = bench.engine->time_copies(*transfer);
+        sim->fail("cuEventRecord", nth, 1, 0);
+        assert(check::cause_of([&] {
+                   while (!bench.engine->pump(*transfer, 5)) {
+                   }
+               }) == Cause::driver);
+        assert(times->seconds() >= 0);
+        assert(bench.wrong_bytes(file, road) == 0);
+    }
+    sim->expect_clean();
+    sim->reset();
+}
+
+// A device that has broken down says so when it is asked; nobody waits for it.
+void a_broken_device_tells_no_times() {
+    const RandomFile file(300'000);
+    Bench bench;
+    const auto address = device_memory(file.bytes.size());
+    auto transfer = bench.engine->begin(check::plan_of(file, address, 65536, 65536), bench.consumer, 0);
+    const auto times = bench.engine->time_copies(*transfer);
+    while (!bench.engine->pump(*transfer, 5)) {
+    }
+    bench.finish(*transfer);
+    sim->fail("cuEventElapsedTime", 1, 700, 1);
+    assert(times->seconds() == 0 && times->seconds() == 0);
+    sim->reset();
+}
+
 void both_roads_take_turns() {
     sim->set("delay_us", 200);
     Bench bench;
@@ -364,6 +450,8 @@ int main() {
         bytes_arrive(road, 64 << 10, 32 << 10, 1000, 2);
         bytes_arrive(road, 256 << 10, 100'000, 100'000, 1);
         a_read_error_fills_with_ff_and_names_the_piece(road);
+        copies_are_timed_without_what_they_wait_for(road);
+        a_timed_load_that_is_taken_back(road);
         a_failing_copy_is_raised_and_the_next_load_works(road, "cuMemcpyHtoDAsync_v2", 5);
     }
     a_failing_copy_is_raised_and_the_next_load_works(Road::gated, "cuStreamBatchMemOp_v2", 7);
@@ -372,6 +460,7 @@ int main() {
     a_failing_copy_is_raised_and_the_next_load_works(Road::gated, "cuEventRecord", 1);
     a_failing_copy_is_raised_and_the_next_load_works(Road::gated, "cuEventRecord", 2);
     a_failing_copy_is_raised_and_the_next_load_works(Road::host, "cuEventQuery", 2);
+    events_of_timed_copies_are_used_again();
     both_roads_take_turns();
     a_full_queue_blocks_but_never_stops();
     more_chunks_than_gates();
@@ -389,6 +478,7 @@ int main() {
     files_are_opened_one_at_a_time();
     closing_with_work_under_way_ends();
     a_broken_context_ends_every_wait();
+    a_broken_device_tells_no_times();
     puts("engine: ok");
     fflush(stdout);
     _exit(0);  // the simulated driver's threads are detached

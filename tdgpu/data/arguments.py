@@ -7,23 +7,35 @@ import operator
 import warnings
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed
+from torch.utils.data import BatchSampler
 
-from tdgpu.errors import InvalidArgument, InvalidArgumentType
+from tdgpu.errors import DeviceError, InvalidArgument, InvalidArgumentType, NotSupported
+from tdgpu.layout.placeholders import fake_is_active
 
 __all__ = [
+    "MOST_THREADS",
     "Sharding",
     "check_batching",
+    "check_bools",
     "check_callables",
+    "check_device",
+    "check_samplers",
     "pins",
     "place",
+    "refuse_fake_mode",
     "refuse_processes",
     "residence",
     "seconds",
     "seed",
     "whole",
 ]
+
+
+#: Of ``num_workers``, as of the option ``threads``.
+MOST_THREADS = 256
 
 
 def refuse_processes(worker_init_fn: Any, multiprocessing_context: Any, pin_memory_device: str | None) -> None:
@@ -50,6 +62,39 @@ def check_callables(**functions: Any) -> None:
             raise InvalidArgumentType(f"{name} must be a function, got {function!r}.")
 
 
+def check_bools(**switches: Any) -> None:
+    """Raises InvalidArgumentType for what is neither True nor False."""
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise InvalidArgumentType(f"{name} must be a bool, got {switch!r}.")
+
+
+def check_samplers(sampler: Any, batch_sampler: Any, batch_size: Any) -> None:
+    """Refuses what gives no indices, or not one by one.
+
+    Raises:
+        InvalidArgument, InvalidArgumentType: with the reason.
+    """
+    for name, given, what in (
+        ("sampler", sampler, "indices"),
+        ("batch_sampler", batch_sampler, "lists of indices"),
+    ):
+        is_iterable = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
+        has_no_items = isinstance(given, (str, bytes)) or (
+            isinstance(given, (torch.Tensor, np.ndarray)) and not given.ndim
+        )
+        if given is not None and (not is_iterable or has_no_items):
+            raise InvalidArgumentType(
+                f"{name} must be a Sampler, or anything else that can be iterated for {what}, got {given!r:.200}."
+            )
+    if isinstance(sampler, BatchSampler) and batch_size is not None:
+        raise InvalidArgument(LISTS)
+
+
+#: What is wrong with a sampler that gives batches where rows are wanted.
+LISTS = "The sampler gives lists of indices, which are batches: say batch_size=None, or give it as batch_sampler=."
+
+
 def check_batching(
     batch_size: Any, shuffle: Any, sampler: Any, batch_sampler: Any, drop_last: Any, generator: Any
 ) -> None:
@@ -60,8 +105,7 @@ def check_batching(
     """
     if shuffle not in (None, False, True, "permute"):
         raise InvalidArgument(f'shuffle must be True, False or "permute", got {shuffle!r}.')
-    if not isinstance(drop_last, bool):
-        raise InvalidArgumentType(f"drop_last must be a bool, got {drop_last!r}.")
+    check_bools(drop_last=drop_last)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise InvalidArgumentType(f"generator must be a torch.Generator, got {generator!r}.")
     if sampler is not None and shuffle:
@@ -76,8 +120,8 @@ def check_batching(
         raise InvalidArgument('shuffle="permute" follows from seed= and the epoch; it draws from no generator.')
 
 
-def whole(name: str, value: Any, least: int) -> int:
-    """A whole number that is at least ``least``."""
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """A whole number that is at least ``least``, and at most ``most``."""
     if isinstance(value, bool):
         raise InvalidArgumentType(f"{name} must be a whole number, got {value!r}.")
     try:
@@ -86,6 +130,8 @@ def whole(name: str, value: Any, least: int) -> int:
         raise InvalidArgumentType(f"{name} must be a whole number, got {value!r}.") from None
     if number < least:
         raise InvalidArgument(f"{name} must be at least {least}, got {number}.")
+    if most is not None and number > most:
+        raise InvalidArgument(f"{name} must be at most {most}, got {number}.")
     return number
 
 
@@ -98,8 +144,10 @@ def seconds(name: str, value: Any) -> float:
     return float(value)
 
 
-def seed(value: Any, world_size: int) -> int:
+def seed(value: Any, world_size: int, generator: torch.Generator | None = None) -> int:
     """The seed of shuffles. The global generator is asked for its own, and not drawn from."""
+    if value is not None and generator is not None:
+        raise InvalidArgument("The order comes from generator= or follows from seed=: give one of them.")
     if value is None:
         # Many programs seed each rank's generator otherwise, and ranks with other orders would share no rows out.
         return torch.initial_seed() if world_size == 1 else 0
@@ -115,10 +163,45 @@ def place(device: Any) -> torch.device | None:
     """The device of batches; None for the CPU, where they are as :class:`MemmapDataset` gives them."""
     if device is None:
         return None
-    found = torch.device(device)
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidArgument(f"device={device!r} is no device here: {_first_line(error)}") from None
+    except TypeError:
+        raise InvalidArgumentType(f"device must be a torch.device, or its name or index, got {device!r}.") from None
     if found.type == "meta":
         raise InvalidArgument("Batches on the meta device would have no bytes: load_memmap gives the structure.")
     return found
+
+
+def check_device(device: torch.device | None) -> None:
+    """Raises DeviceError if this machine does not have the device. Nothing of it is started."""
+    if device is None or device.type == "cpu":
+        return
+    try:
+        count = int(torch.get_device_module(device.type).device_count())
+    except (RuntimeError, AttributeError) as error:
+        raise DeviceError(f"The device {device} cannot be used: {_first_line(error)}") from None
+    if (device.index or 0) >= count:
+        raise DeviceError(
+            f"The device {device} cannot be used: torch {torch.__version__} finds {count or 'no'} devices of that type"
+            " here."
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200]
+
+
+def refuse_fake_mode(save: str) -> None:
+    """Raises NotSupported while a ``FakeTensorMode`` is active."""
+    # The first question costs a tenth of the second, and there is rarely a mode.
+    if torch._C._len_torch_dispatch_stack() and fake_is_active():
+        raise NotSupported(
+            "Under a FakeTensorMode tensors have no bytes that rows could be read into: take the rows outside of it."
+            " load_memmap gives the structure.",
+            save=save,
+        )
 
 
 def pins(pin_memory: bool) -> bool:
@@ -158,8 +241,10 @@ class Sharding(NamedTuple):
         """Raises InvalidArgument or InvalidArgumentType for what makes no sense."""
         if padding not in ("repeat", "mask"):
             raise InvalidArgument(f'padding must be "repeat" or "mask", got {padding!r}.')
-        if not isinstance(mask_key, str):
+        if not isinstance(mask_key, (str, type(None))):
             raise InvalidArgumentType(f"mask_key must be a string, got {mask_key!r}.")
+        if mask_key is not None and padding != "mask":
+            raise InvalidArgument('mask_key names the entry of padding="mask", and without it there is no mask.')
         if (rank is None) != (world_size is None):
             raise InvalidArgument("rank and world_size belong together: give both or neither.")
         if has_sampler:
@@ -176,4 +261,4 @@ class Sharding(NamedTuple):
         rank = whole("rank", rank, 0)
         if rank >= world_size:
             raise InvalidArgument(f"rank must be below world_size, got {rank} of {world_size}.")
-        return cls(rank, world_size, mask_key if padding == "mask" else None)
+        return cls(rank, world_size, (mask_key or "mask") if padding == "mask" else None)

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from tdgpu.data import convert
+from tdgpu.data.arguments import refuse_fake_mode
 from tdgpu.data.form import BatchForm
 from tdgpu.data.indexing import RowIndexError, row_at, rows_at
 from tdgpu.data.mapped_rows import MappedRows
@@ -178,10 +179,12 @@ class MemmapDataset(Dataset[Any]):
 
     def _one(self, index: int) -> Any:
         """One row, of which it is known that it is there."""
+        refuse_fake_mode(self._prefix)
         return self._see().opened().one(index)
 
     def _take(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
         """A batch of rows, of which it is known that they are there."""
+        refuse_fake_mode(self._prefix)
         return self._see().opened().take(index)
 
     # --- the save ---

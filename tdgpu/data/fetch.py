@@ -12,7 +12,7 @@ from tdgpu.data.memory import LARGE, BatchMemory
 from tdgpu.data.rows import Rows
 from tdgpu.errors import BatchTimeout
 from tdgpu.transfer import native, registry, streams
-from tdgpu.transfer.base import Transfer
+from tdgpu.transfer.base import CopyTimes, Transfer
 from tdgpu.transfer.gather import GatheredRead
 from tdgpu.transfer.native import SLICE_MS
 from tdgpu.transfer.plan import LoadPlan
@@ -29,11 +29,13 @@ class Fetch(abc.ABC):
         count: how many rows.
         warm_seconds, cold_seconds: when it is finished, how long threads have gathered what was in memory, and what a
             disk was read for.
+        copy_times: when it is finished, what tells how long the device takes to copy it; None where nothing does.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.warm_seconds = self.cold_seconds = 0.0
+        self.copy_times: CopyTimes | None = None
 
     @abc.abstractmethod
     def is_read(self, milliseconds: int) -> bool:
@@ -230,6 +232,7 @@ class _DeviceFetch(Fetch):
                 self._transfer.flight.raise_failure()
             else:
                 self.warm_seconds, self.cold_seconds = seconds
+            self.copy_times = self._transfer.flight.copy_times
             self._stream = streams.current_stream(self._device)
             self._transfer.wait()
         return self._tensors

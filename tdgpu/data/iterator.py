@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
+from tdgpu.data.arguments import refuse_fake_mode
 from tdgpu.data.fetch import Fetch, Fetcher
 from tdgpu.data.indexing import rows_at
 from tdgpu.data.schedule import Epoch, Run
 from tdgpu.data.stats import Stopwatch
 from tdgpu.errors import BatchTimeout, ForkError, LoadError, TdgpuError
-from tdgpu.signals import until_exit
+from tdgpu.signals import finalizer
 
 if TYPE_CHECKING:
     from tdgpu.data.loader import DeviceLoader
@@ -164,6 +165,8 @@ class LoaderIterator(Iterator[Any]):
     def _asked(self) -> Any:
         if self.is_over:
             raise StopIteration
+        if not self._waiting:
+            refuse_fake_mode(self._loader._source.prefix)
         asked = time.perf_counter()
         if self._answered is not None:
             self._watch.worked(asked - self._answered)
@@ -289,6 +292,8 @@ class LoaderIterator(Iterator[Any]):
                 self._start(run)
                 under_way += len(run.sizes)
             except Exception as error:
+                if isinstance(error, TdgpuError) and error.save is None:  # as of a sampler's index
+                    error.save = self._loader._source.prefix
                 # Raised when the batches before it are handed out, however many of them are under way.
                 self._is_exhausted, self._failure = True, error
             self._together = min(4 * self._together, self._most_together)  # the first batch is not to wait for others
@@ -349,7 +354,7 @@ class LoaderIterator(Iterator[Any]):
         """How many rows each batch has that waits to be handed out, and how many bytes a row has."""
         return [_size(part) for part in self._waiting.copy()], self._fetcher.rows.form.row_total
 
-    @until_exit
+    @finalizer
     def __del__(self) -> None:
         self.close()
 

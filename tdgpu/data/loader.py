@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import Sampler
 
 from tdgpu.data import arguments, schedule
 from tdgpu.data.arguments import Sharding
@@ -24,6 +19,7 @@ from tdgpu.data.fetch import DeviceFetcher, Fetcher, HostFetcher, ResidentFetche
 from tdgpu.data.form import BatchForm
 from tdgpu.data.iterator import LoaderIterator, Progress
 from tdgpu.data.orders import KeyedSampler
+from tdgpu.data.samplers import Given, Samplers, of_rows
 from tdgpu.data.source import Source
 from tdgpu.data.stats import LoaderStats, Stopwatch
 from tdgpu.errors import FormatError, InvalidArgument
@@ -33,6 +29,9 @@ from tdgpu.transfer import streams
 __all__ = ["DeviceLoader"]
 
 STATE_VERSION = 1
+
+# How long stats() waits for copies of a loop that is over.
+LAST_COPIES_SECONDS = 1.0
 
 
 class DeviceLoader:
@@ -53,7 +52,7 @@ class DeviceLoader:
             billions of rows; it can go on with another number of ranks.
         sampler: gives the index of each row.
         batch_sampler: gives the list of indices of each batch.
-        num_workers: native threads that gather; 0: as many as the option ``threads`` says.
+        num_workers: native threads that gather, up to 256; 0: as many as the option ``threads`` says.
         collate_fn: makes a batch of a list of rows, as in DataLoader. It is called for batches on the CPU, in the
             calling thread, and is slower than without.
         pin_memory: whether batches on the CPU are in pinned memory. What goes to a device is pinned in any case.
@@ -74,15 +73,16 @@ class DeviceLoader:
             says.
         padding: how ranks get equally many rows if ``drop_last`` is not set. ``"repeat"``: some rows come twice, as
             with DistributedSampler. ``"mask"``: likewise, and each batch has an entry ``mask_key``, False for those.
-        mask_key: the name of that entry.
+        mask_key: the name of that entry; "mask" if none is given.
 
     Raises:
         InvalidArgument, InvalidArgumentType: arguments that contradict each other, or mean nothing here.
         NotSupported: the save has rows that do not lie one behind the other; it names the level.
+        DeviceError: this machine does not have the device.
         TdgpuError: the save cannot be read: see :func:`tdgpu.load_memmap`.
 
     Iterating raises LoadError if a file cannot be read, BatchTimeout, DeviceError, and IndexError for what a sampler
-    gives that is no row.
+    gives that is no row. They name the save.
 
     Example:
         >>> import tempfile, torch, tdgpu
@@ -124,25 +124,29 @@ class DeviceLoader:
         rank: int | None = None,
         world_size: int | None = None,
         padding: str = "repeat",
-        mask_key: str = "mask",
+        mask_key: str | None = None,
     ) -> None:
         arguments.refuse_processes(worker_init_fn, multiprocessing_context, pin_memory_device)
         arguments.check_callables(collate_fn=collate_fn, transform=transform)
+        arguments.check_bools(pin_memory=pin_memory, persistent_workers=persistent_workers, in_order=in_order)
         arguments.check_batching(batch_size, shuffle, sampler, batch_sampler, drop_last, generator)
+        arguments.check_samplers(sampler, batch_sampler, batch_size)
         self.batch_size = None if batch_sampler is not None else batch_size
         self.drop_last = drop_last
         self.sampler = sampler
         self.batch_sampler = batch_sampler
         self.generator = generator
+        self._samplers = Samplers(sampler, batch_sampler, generator)
         self.collate_fn = collate_fn
         self.transform = transform
-        self.num_workers = arguments.whole("num_workers", num_workers, 0)
+        self.num_workers = arguments.whole("num_workers", num_workers, 0, arguments.MOST_THREADS)
         self.prefetch_factor = arguments.whole("prefetch_factor", 2 if prefetch_factor is None else prefetch_factor, 1)
         self.persistent_workers = persistent_workers
         self.timeout = arguments.seconds("timeout", timeout)
         self.pin_memory = pin_memory
         self.device = arguments.place(device)
         self.resident = arguments.residence(resident, self.device, collate_fn)
+        arguments.check_device(self.device)
         self._shuffle = shuffle or False
         self._source = Source(dataset)
         has_sampler = sampler is not None or batch_sampler is not None
@@ -152,15 +156,18 @@ class DeviceLoader:
                 "With generator= every rank would draw an order of its own, and rows would be missing: say seed=, or"
                 " give a DistributedSampler."
             )
-        self._seed = arguments.seed(seed, self._sharding.world_size)
+        self._seed = arguments.seed(seed, self._sharding.world_size, generator)
         if self._sharding.mask_key is not None:
             self._source.check_mask(self._sharding.mask_key)
         self._fetcher: Fetcher | None = None
         self._fetcher_is_for: tuple[object, int] | None = None
         self._latest: Progress | None = None
+        self._newest: weakref.ref[LoaderIterator] | None = None
         self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
         self._next_epoch = 0
         self._resume_at = 0  # a position in the next epoch
+        self._resume_given = 0  # the checksum of what a sampler gives before it
+        self._given: Given | None = None
         self._watch = Stopwatch()
 
     @property
@@ -172,6 +179,7 @@ class DeviceLoader:
 
     def __iter__(self) -> LoaderIterator:
         """An iterator over the next epoch. Several may be alive, each with its own epoch."""
+        arguments.refuse_fake_mode(self._source.prefix)
         epoch, position = self._next_epoch, self._resume_at
         begun = time.perf_counter()
         fetcher = self._take_fetcher()  # loads all of a resident save
@@ -179,11 +187,16 @@ class DeviceLoader:
         state = self._drawing_state()
         if self.generator is not None:
             schedule.draw_as_dataloader(self.generator)
-        self._next_epoch, self._resume_at = epoch + 1, 0
-        batches = self._batches(epoch, position)
-        self._latest = Progress(epoch, self._source.length(), state, batches)
-        iterator = LoaderIterator(self, fetcher, batches, self._latest)
+        given = Given(position, self._resume_given, self._source.prefix) if self._is_listed() else None
+        batches = self._batches(epoch, position, given)
+        progress = Progress(epoch, self._source.length(), state, batches)
+        if given is not None:
+            given.progress = progress
+        self._next_epoch, self._resume_at, self._resume_given = epoch + 1, 0, 0
+        self._latest, self._given = progress, given
+        iterator = LoaderIterator(self, fetcher, batches, progress)
         self._iterators.add(iterator)
+        self._newest = weakref.ref(iterator)
         return iterator
 
     def __len__(self) -> int:
@@ -192,18 +205,22 @@ class DeviceLoader:
         Raises:
             TypeError: the sampler has no length.
         """
-        length = self._batches(0, 0, draws=False).length
+        length = self._batches(0, 0, None, draws=False).length
         if length is None:
             raise TypeError("The sampler has no length, so the loader has none.")
         return length
 
-    def _batches(self, epoch: int, position: int, *, draws: bool = True) -> schedule.Epoch:
-        """The batches of an epoch from a position on. ``draws``: the generator may be drawn from."""
-        batch_sampler = self.batch_sampler
-        if batch_sampler is not None:
-            return schedule.Listed(lambda: iter(batch_sampler), schedule.length_of(batch_sampler), position)
-        if self.sampler is not None:
-            return self._sampled(self.sampler, position, draws)
+    def _batches(self, epoch: int, position: int, given: Given | None, *, draws: bool = True) -> schedule.Epoch:
+        """The batches of an epoch from a position on. ``draws``: the generator and the sampler may be used."""
+        if self._is_listed():
+            return self._listed(position, given)
+        if isinstance(self.sampler, KeyedSampler):
+            # One of ours, which can be asked for any position.
+            keyed, first = self.sampler.begin() if draws else (schedule.Sequential(0), 0)
+            return schedule.Placed(
+                lambda: keyed, len(self.sampler), self.batch_size, drop_last=self.drop_last, rank=0, world_size=1,
+                position=max(position, first), is_checked=False,
+            )  # fmt: skip
         rows, generator = self._source.length(), self.generator
         order: Callable[[], schedule.Order]
         at_end = None
@@ -221,22 +238,22 @@ class DeviceLoader:
             world_size=self._sharding.world_size, position=position, at_end=at_end,
         )  # fmt: skip
 
-    def _sampled(self, sampler: Iterable[Any], position: int, draws: bool) -> schedule.Epoch:
+    def _listed(self, position: int, given: Given | None) -> schedule.Epoch:
         """Batches of what a sampler gives."""
-        if isinstance(sampler, KeyedSampler):
-            # One of ours, which can be asked for any position; of the epoch that it has now.
-            order = sampler.order() if draws else schedule.Sequential(0)
-            return schedule.Placed(
-                lambda: order, len(sampler), self.batch_size, drop_last=self.drop_last, rank=0, world_size=1,
-                position=max(position, sampler.begin()) if draws else position, is_checked=False,
-            )  # fmt: skip
+
+        def checked(batches: Iterable[Any]) -> Iterator[Any]:
+            return given.pass_on(batches) if given is not None else iter(batches)
+
+        batch_sampler, size, drop_last = self.batch_sampler, self.batch_size, self.drop_last
+        if batch_sampler is not None:
+            return schedule.Listed(lambda: checked(batch_sampler), schedule.length_of(batch_sampler), position)
+        sampler: Any = self.sampler
         length = schedule.length_of(sampler)
-        if self.batch_size is None:
-            return schedule.Listed(lambda: iter(sampler), length, position, singles=True)
-        size, drop_last = self.batch_size, self.drop_last
+        if size is None:
+            return schedule.Listed(lambda: checked(sampler), length, position, singles=True)
         if length is not None:
             length = length // size if drop_last else -(-length // size)
-        return schedule.Listed(lambda: schedule.batched(sampler, size, drop_last), length, position)
+        return schedule.Listed(lambda: checked(of_rows(schedule.batched(sampler, size, drop_last))), length, position)
 
     def _take_fetcher(self) -> Fetcher:
         """What fetches batches of the save as it is seen now; made anew when that has changed, or after a fork."""
@@ -291,7 +308,8 @@ class DeviceLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process, or a copy, has threads and iterators of its own."""
-        return {**self.__dict__, "_fetcher": None, "_fetcher_is_for": None, "_iterators": None, "_watch": None}
+        own = ("_fetcher", "_fetcher_is_for", "_iterators", "_newest", "_watch")
+        return {**self.__dict__, **dict.fromkeys(own)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _iterators=weakref.WeakSet(), _watch=Stopwatch())
@@ -305,10 +323,8 @@ class DeviceLoader:
         """
         epoch = arguments.whole("epoch", epoch, 0)
         if epoch != self._next_epoch:
-            self._next_epoch, self._resume_at = epoch, 0
-        for sampler in self._samplers().values():
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+            self._next_epoch, self._resume_at, self._resume_given = epoch, 0, 0
+        self._samplers.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the latest iterator is, by the batches that were handed out (not those under way).
@@ -329,33 +345,28 @@ class DeviceLoader:
             "batch_size": self.batch_size,
             "world_size": self._world_size(),
         }
+        if self._is_listed():
+            state["given"] = self._given.checksum() if self._given is not None and is_within else self._resume_given
         return {**state, **(it.state if it is not None and is_within else self._drawing_state())}
+
+    def _is_listed(self) -> bool:
+        """Whether positions count batches that a sampler gives, not rows of an order that can be asked for any."""
+        return self.batch_sampler is not None or not (self.sampler is None or isinstance(self.sampler, KeyedSampler))
+
+    def _most_position(self) -> int:
+        """The position at the end of an epoch, as far as it is known before."""
+        if self._is_listed():
+            return sys.maxsize
+        return self._source.length() if self.sampler is None else schedule.length_of(self.sampler) or 0
 
     def _drawing_state(self) -> dict[str, Any]:
         """The state of the generator and the samplers now: that in which an epoch begins."""
-        state: dict[str, Any] = {} if self.generator is None else {"generator": self.generator.get_state()}
-        for name, sampler in self._samplers().items():
-            if isinstance(sampler, DistributedSampler):
-                # All that its order depends on. torchdata's has a state, too: how far it was in the epoch before.
-                state[name] = {"epoch": sampler.epoch}
-            elif isinstance(sampler, KeyedSampler):
-                state[name] = {**sampler.state_dict(), "position": sampler.first}
-            elif hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
-                state[name] = sampler.state_dict()
-            generator = getattr(sampler, "generator", None)
-            if isinstance(generator, torch.Generator) and generator is not self.generator:
-                state[f"{name}.generator"] = generator.get_state()
-        return state
-
-    def _samplers(self) -> dict[str, Any]:
-        inner = getattr(self.batch_sampler, "sampler", None)
-        samplers = {"sampler": self.sampler, "batch_sampler": self.batch_sampler, "batch_sampler.sampler": inner}
-        return {name: sampler for name, sampler in samplers.items() if sampler is not None}
+        state = {} if self.generator is None else {"generator": self.generator.get_state()}
+        return {**state, **self._samplers.state()}
 
     def _world_size(self) -> int:
         """Of how many ranks the positions of this loader are."""
-        shares = [getattr(sampler, "num_replicas", None) for sampler in self._samplers().values()]
-        return next((share for share in shares if isinstance(share, int)), self._sharding.world_size)
+        return self._samplers.world_size() or self._sharding.world_size
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iterator goes on behind the batches that had been handed out when ``state_dict`` was called.
@@ -388,22 +399,17 @@ class DeviceLoader:
             raise FormatError(
                 f"The state's epoch, position and seed are no numbers: {numbers!r:.200}.", save=self._source.prefix
             )
-        if numbers[1] and any(map(_draws_globally, self._samplers().values())):
-            raise InvalidArgument(
-                "A torch sampler without a generator draws another order each time, so it cannot go on in the middle of"
-                " one: give it a generator, or take shuffle=True and seed=.",
-                save=self._source.prefix,
+        most, checksum = self._most_position(), state.get("given", 0)
+        if numbers[1] > most or not isinstance(checksum, int):
+            raise FormatError(
+                f"The state's position is {numbers[1]!r:.50}, and there are {most}.", save=self._source.prefix
             )
+        self._samplers.check(state, self._source.prefix)
+        self._samplers.load(state, self._source.prefix)
         if self.generator is not None and "generator" in state:
             self.generator.set_state(state["generator"])
-        for name, sampler in self._samplers().items():
-            if name in state and isinstance(sampler, DistributedSampler):
-                sampler.set_epoch(state[name]["epoch"])
-            elif name in state and hasattr(sampler, "load_state_dict"):
-                sampler.load_state_dict(state[name])
-            if f"{name}.generator" in state:
-                sampler.generator.set_state(state[f"{name}.generator"])
-        self._latest = None
+        self._resume_given = checksum
+        self._latest = self._given = None
         self._next_epoch, self._resume_at, self._seed = numbers
 
     def _order(self) -> str:
@@ -418,18 +424,18 @@ class DeviceLoader:
     # --- what takes how long ---
 
     def stats(self) -> LoaderStats:
-        """What all iterators of this loader have done, and where the time went."""
-        return self._watch.stats(iterator.waiting() for iterator in list(self._iterators))
+        """What all iterators of this loader have done, and where the time went.
+
+        It does not wait while a loop runs. Right behind one it waits up to a second for the device's last copies.
+        """
+        newest = self._newest() if self._newest is not None else None
+        is_running = newest is not None and not newest.is_over
+        waiting = (iterator.waiting() for iterator in list(self._iterators))
+        return self._watch.stats(waiting, 0 if is_running else LAST_COPIES_SECONDS)
 
     def __repr__(self) -> str:
         where = "the CPU" if self.device is None else self.device
         return f"DeviceLoader({self._source!r}, batch_size={self.batch_size}, {self._order()}, on {where})"
-
-
-def _draws_globally(sampler: Any) -> bool:
-    """Whether a sampler draws its order from the global generator, anew each time."""
-    kinds = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    return isinstance(sampler, kinds) and getattr(sampler, "generator", None) is None
 
 
 def _fits(form: BatchForm, device: torch.device) -> bool:

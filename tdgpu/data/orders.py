@@ -129,12 +129,12 @@ class _Ranked:
 
 
 class KeyedSampler(Sampler[int]):
-    """What both samplers share: seed and epoch, iteration in blocks, and a state."""
+    """What both samplers share: a seed, epochs that count by themselves, iteration in blocks, and a state."""
 
     def __init__(self, seed: int) -> None:
         self.seed = _integer(seed, "seed")
-        self.epoch = 0
-        self.first = self._position = 0  # where the next iteration begins; of what the latest one gives next
+        self.epoch = self.first = 0  # of the next iteration, and where that begins
+        self._told = self._position = 0  # epoch and position of the state
         self._run = object()  # the latest iteration: others do not count
 
     @abstractmethod
@@ -149,23 +149,34 @@ class KeyedSampler(Sampler[int]):
         """What else the order depends on: a state fits only where this is the same."""
 
     def __iter__(self) -> Iterator[int]:
-        order, first = self.order(), self.begin()
-        self._position = first
-        run = self._run
+        """The rows of the next epoch."""
+        return self._iterate(*self.begin(), self._run)
+
+    def _iterate(self, order: Permutation | _Draws | _Ranked, first: int, run: object) -> Iterator[int]:
         for start in range(first, len(order), _BLOCK):
             for row in order.take(start, min(_BLOCK, len(order) - start)).tolist():
                 if self._run is run:
                     self._position += 1
                 yield row
+        if self._run is run:
+            self._tell()
 
-    def begin(self) -> int:
-        """Where an iteration that begins now is to begin: behind what a state that was loaded had given."""
-        first = self.first
-        self._begin_at(0)
-        return first
+    def begin(self) -> tuple[Permutation | _Draws | _Ranked, int]:
+        """Begins an iteration: its order, and its first position, behind what a state that was loaded had given."""
+        order, first = self.order(), self.first
+        self._tell()
+        self.epoch, self.first = self.epoch + 1, 0
+        return order, first
+
+    def _tell(self) -> None:
+        """The state is that in which the next iteration begins; one that is under way does not count any more."""
+        self._told, self._position = self.epoch, self.first
+        self._run = object()
 
     def take(self, first: int, count: int, stride: int = 1) -> np.ndarray:
-        """The rows at the positions first, first + stride, ... of this epoch; iterations are not moved by it.
+        """The rows at the positions first, first + stride, ... of ``epoch``; iterations are not moved by it.
+
+        That is the epoch of the next iteration: ``set_epoch`` says which.
 
         Args:
             first: the first position.
@@ -181,52 +192,52 @@ class KeyedSampler(Sampler[int]):
         return self.order().take(first, count, stride)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the iterations that begin from now on. Another epoch than now begins at its start."""
+        """Says which epoch the next iteration has. Another one than by itself begins at its start."""
         epoch = _integer(epoch, "epoch")
         if epoch != self.epoch:
-            self.epoch = epoch
-            self._begin_at(0)
+            self.epoch, self.first = epoch, 0
+        self._tell()
 
     def state_dict(self) -> dict[str, int]:
         """Where the latest iteration is: plain integers, of which ``position`` counts the rows that it gave.
 
-        A ``DataLoader`` with workers asks for rows before it hands them out, and they count.
+        Behind its StopIteration, and after ``set_epoch``, it is where the next one begins. A ``DataLoader`` with
+        workers asks for rows before it hands them out, and they count.
         """
-        return {"seed": self.seed, "epoch": self.epoch, "position": self._position, **self._facts()}
+        return {"seed": self.seed, "epoch": self._told, "position": self._position, **self._facts()}
+
+    def begin_state(self) -> dict[str, int]:
+        """The state in which the next iteration begins, wherever the latest one is."""
+        return {**self.state_dict(), "epoch": self.epoch, "position": self.first}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Takes the seed and epoch of a state; the next iteration gives what the one that was saved had not given.
 
-        After the state of an epoch's end that is nothing: call ``set_epoch`` with the next one. Iterations after the
+        That may be nothing, if the state was saved behind the last row, but before StopIteration. Iterations after the
         next are whole again.
 
         Raises:
             InvalidArgument: the state is not of such a sampler, or of another number of rows.
         """
         facts = self._facts()
-        if set(state) != {"seed", "epoch", "position", *facts}:
+        if not isinstance(state, dict) or set(state) != {"seed", "epoch", "position", *facts}:
             raise InvalidArgument(f"This is no state of a {type(self).__name__}: {state!r:.200}.")
         for name, now in facts.items():
             if state[name] != now:
                 raise InvalidArgument(f"The state is of another order: its {name} is {state[name]}, and here {now}.")
         seed, epoch = _integer(state["seed"], "seed"), _integer(state["epoch"], "epoch")
         position = _integer(state["position"], "position")
-        length = len(self.order())
-        if not 0 <= position <= length:
-            raise InvalidArgument(f"The state's position is {position}, of {length}.")
-        self.seed, self.epoch = seed, epoch
-        self._begin_at(position)
-
-    def _begin_at(self, position: int) -> None:
-        self.first = self._position = position
-        self._run = object()
+        if not 0 <= position <= len(self):
+            raise InvalidArgument(f"The state's position is {position}, of {len(self)}.")
+        self.seed, self.epoch, self.first = seed, epoch, position
+        self._tell()
 
 
 class PermutationSampler(KeyedSampler):
     """Every row once, in a random order that takes no memory: ``RandomSampler`` for saves of any size.
 
-    Its order changes when ``set_epoch`` is called, and only then. The number of rows is asked of ``data_source`` at the
-    start of an iteration, so a dataset may grow between epochs.
+    Each iteration gives the order of the next epoch, the first that of epoch 0, unless ``set_epoch`` says which. The
+    number of rows is asked of ``data_source`` at the start of an iteration, so a dataset may grow between epochs.
 
     Args:
         data_source: a dataset, or how many rows it has.
@@ -242,8 +253,7 @@ class PermutationSampler(KeyedSampler):
     >>> loader = DataLoader(dataset, batch_size=4, sampler=sampler)
     >>> [batch.tolist() for batch in loader]
     [[1, 0, 2, 3], [5, 4]]
-    >>> sampler.set_epoch(1)
-    >>> rows = iter(sampler)
+    >>> rows = iter(sampler)  # epoch 1
     >>> next(rows), next(rows)
     (0, 3)
     >>> resumed = PermutationSampler(dataset)
@@ -279,8 +289,8 @@ class WeightedSampler(KeyedSampler):
     with the smallest exponential random number divided by their weight, in that order. That takes O(n) time and
     some 24 bytes a row when an epoch's rows are first asked for, and keeps 8 bytes a row and 8 bytes a draw.
 
-    The order changes when ``set_epoch`` is called, and only then. The weights are copied; a state does not hold them,
-    so load it into a sampler of the same weights.
+    Each iteration gives the draws of the next epoch, the first those of epoch 0, unless ``set_epoch`` says which. The
+    weights are copied; a state does not hold them, so load it into a sampler of the same weights.
 
     Args:
         weights: [rows], zero or more each: a tensor, an array, or a sequence. Used as float64.
@@ -294,10 +304,10 @@ class WeightedSampler(KeyedSampler):
         InvalidArgumentType: the weights are no real numbers; another argument has the wrong type.
 
     >>> sampler = WeightedSampler([0.0, 1.0, 3.0], num_samples=8, seed=5)
-    >>> list(sampler)
-    [2, 2, 1, 2, 2, 2, 2, 1]
     >>> sampler.take(6, 2)
     array([2, 1])
+    >>> list(sampler)
+    [2, 2, 1, 2, 2, 2, 2, 1]
     >>> list(WeightedSampler([0.0, 1.0, 3.0, 1.0], num_samples=3, replacement=False))
     [2, 3, 1]
     """

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tdgpu.data.loader import DeviceLoader
 from tdgpu.data.stats import LoaderStats
+from tdgpu.errors import InvalidArgumentType
 
 if TYPE_CHECKING:  # importing tdgpu does not take the time that importing this takes
     from rich.console import Console
@@ -27,10 +28,11 @@ def progress(loader: DeviceLoader, what: str = "training") -> Iterator[Any]:
         loader: whose batches.
         what: said in front of the bar.
 
-    Yields:
+    Returns:
         The loader's batches.
 
     Raises:
+        InvalidArgumentType: it is no loader.
         What iterating the loader raises: see :class:`tdgpu.DeviceLoader`.
 
     Example:
@@ -45,6 +47,12 @@ def progress(loader: DeviceLoader, what: str = "training") -> Iterator[Any]:
         22.0
         17.0
     """
+    if not isinstance(loader, DeviceLoader):
+        raise InvalidArgumentType(f"progress goes through a DeviceLoader's batches, not through {loader!r:.200}.")
+    return _gone_through(loader, what)
+
+
+def _gone_through(loader: DeviceLoader, what: str) -> Iterator[Any]:
     from rich.console import Console
 
     console = Console(stderr=True)

@@ -12,7 +12,7 @@ from tdgpu.data.dataset import MemmapDataset
 from tdgpu.data.form import BatchForm
 from tdgpu.data.indexing import rows_at
 from tdgpu.data.rows import Rows
-from tdgpu.errors import InvalidArgument, InvalidArgumentType
+from tdgpu.errors import InvalidArgument, InvalidArgumentType, TdgpuError
 from tdgpu.layout.tree import Kind
 
 __all__ = ["Source"]
@@ -92,7 +92,11 @@ class Source:
         inner: Any
         for subset in self._subsets:
             inner = subset.dataset
-            indices = rows_at(subset.indices, len(inner))
+            try:
+                indices = rows_at(subset.indices, len(inner))
+            except TdgpuError as error:
+                error.save = self.prefix
+                raise
             mapping = indices if mapping is None else indices[mapping]
         return mapping
 

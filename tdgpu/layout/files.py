@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tdgpu.errors import FormatError, MissingLeafError, TdgpuError
 from tdgpu.layout.tree import Key
+from tdgpu.signals import Descriptor
 
 __all__ = ["Where", "exists", "read_small", "size_of"]
 
@@ -87,12 +88,13 @@ def read_small(
         missing: there is no such regular file, or it is shorter than ``exactly``.
         FormatError: it is larger than ``bound``.
     """
+    opened = Descriptor()
     try:
-        # O_NONBLOCK: the open of a pipe that nobody writes to must not wait. It means nothing to a regular file.
-        fd = os.open(where.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        raise where.from_os(error) or where.error(missing, "There is no such file.") from None
-    try:
+        try:
+            # O_NONBLOCK: the open of a pipe that nobody writes to must not wait. It means nothing to a regular file.
+            fd = opened.open(where.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            raise where.from_os(error) or where.error(missing, "There is no such file.") from None
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise where.error(missing, "A file is expected here, but this is none.")
@@ -110,7 +112,7 @@ def read_small(
             chunks.append(chunk)
             found += len(chunk)
     finally:
-        os.close(fd)
+        opened.close()
     if exactly is not None and found < exactly:
         raise where.error(missing, "The file is too short.", wanted=exactly, found=found)
     return b"".join(chunks)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from tdgpu.errors import ChecksumError, LoadError, NotSupported, TransferError
 from tdgpu.layout.tree import Key, Leaf, Packed
 from tdgpu.transfer import library, native
+
+
+class CopyTimes(Protocol):
+    """How long the copies of one load take on the device. It may be asked when all else of the load is gone."""
+
+    def seconds(self) -> float | None:
+        """Without what the copy stream waits for before each; None as long as they are under way. Never waits."""
 
 
 class Flight(abc.ABC):
@@ -38,6 +46,7 @@ class Flight(abc.ABC):
         self._sources = work.sources  # threads may still gather from their memory
         self.was_raised = False  # a call has raised the failure: no other one needs to
         self.is_watched = False
+        self.copy_times: CopyTimes | None = None  # where this was asked for, and the device has a clock
 
     @abc.abstractmethod
     def wait(self, milliseconds: int = native.SLICE_MS) -> bool:

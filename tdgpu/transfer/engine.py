@@ -14,6 +14,7 @@ import torch
 from tdgpu.errors import DeviceError, TransferError
 from tdgpu.layout.tree import Leaf
 from tdgpu.options import get as get_options
+from tdgpu.signals import finalizer
 from tdgpu.transfer import library, native, streams
 from tdgpu.transfer.base import Flight, Transfer
 from tdgpu.transfer.plan import LoadPlan, make_plan
@@ -69,13 +70,14 @@ class DeviceEngine:
             most_threads=most_threads,
         )
 
-    def start(self, save: str, plan: Callable[[], LoadPlan], *, early: bool) -> DeviceTransfer:
+    def start(self, save: str, plan: Callable[[], LoadPlan], *, early: bool, timed: bool = False) -> DeviceTransfer:
         """Enqueues everything, and returns while the bytes are still on their way.
 
         Args:
             save: the save's path, for messages.
             plan: allocates the destinations, on the current stream.
             early: here, the current stream waits for nothing in any case.
+            timed: whether the copies are timed, which the flight's ``copy_times`` tells.
         """
         stream = streams.current_stream(self.device)
         road = self.road()
@@ -90,13 +92,16 @@ class DeviceEngine:
                 while not self.native.take_road(road):
                     pass
                 made = plan()
-                return self._enqueue(made, DeviceFlight(save, made, road, native.Transfer(self.native)), stream)
+                flight = DeviceFlight(save, made, road, native.Transfer(self.native))
+                return self._enqueue(made, flight, stream, timed)
             finally:
                 self._enqueuing_thread = None
 
-    def _enqueue(self, plan: LoadPlan, flight: DeviceFlight, stream: torch.Stream) -> DeviceTransfer:
+    def _enqueue(self, plan: LoadPlan, flight: DeviceFlight, stream: torch.Stream, timed: bool) -> DeviceTransfer:
         try:
             flight.native.begin(plan.work, plan.events, streams.handle(stream))
+            if timed:
+                flight.copy_times = flight.native.time_copies()
             while not flight.native.pump():
                 pass
             self.watcher.add(flight)
@@ -200,6 +205,7 @@ class DeviceTransfer(Transfer):
         self._settled.detach()
 
 
+@finalizer
 def _settle(flight: DeviceFlight, stream: torch.Stream, values: list[torch.Tensor], watcher: Watcher) -> None:
     """Makes the stream wait for a load that is dropped, so that the memory of `values` can go."""
     if os.getpid() == flight.native.process and not flight.native.wait(flight.end, 0):

@@ -6,7 +6,7 @@ from ctypes import POINTER, byref, c_int, c_int64, c_uint32, c_uint64, c_void_p
 
 import numpy as np
 
-from tdgpu.signals import until_exit
+from tdgpu.signals import finalizer
 from tdgpu.transfer.library import check, core, declare
 from tdgpu.transfer.native import LoadReport, PlanView, Read, Readers, Work
 
@@ -58,7 +58,7 @@ class Gather:
         cause = core().tdgpu_gather_create(work.view(), row_count, byref(self._handle))
         check(cause, "Rows cannot be gathered")
 
-    @until_exit
+    @finalizer
     def __del__(self) -> None:
         if self._handle.value is not None:
             core().tdgpu_gather_destroy(byref(self._handle))

@@ -17,6 +17,7 @@ import torch
 from tdgpu.errors import TdgpuError, TransferError
 from tdgpu.layout.tree import Leaf
 from tdgpu.options import get as get_options
+from tdgpu.signals import finalizer
 from tdgpu.transfer import native, streams
 from tdgpu.transfer.base import Flight, Transfer
 from tdgpu.transfer.plan import LoadPlan, make_plan
@@ -67,10 +68,12 @@ class GenericEngine:
             most_threads=most_threads,
         )
 
-    def start(self, save: str, plan: Callable[[], LoadPlan], *, early: bool) -> GenericTransfer:
+    def start(self, save: str, plan: Callable[[], LoadPlan], *, early: bool, timed: bool = False) -> GenericTransfer:
         """Begins; all is enqueued when it returns, unless `early`. Arguments as of :meth:`DeviceEngine.start`."""
         made = plan()
         flight = GenericFlight(save, made)
+        if timed:
+            flight.copy_times = flight.events = _CopyEvents()
         allocated = streams.current_stream(self.device)
         before = torch.Event(self.device)
         before.record(allocated)
@@ -122,6 +125,30 @@ class GenericEngine:
         self.watcher.stop()
 
 
+class _CopyEvents:
+    """The events around the copies of a load: its ``copy_times``."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.Event, torch.Event]] = []
+        self._seconds: float | None = None
+        self.is_complete = False  # no copy will follow
+
+    def add(self, begin: torch.Event, end: torch.Event) -> None:
+        self._pairs.append((begin, end))
+
+    def seconds(self) -> float | None:
+        pairs = self._pairs
+        if self._seconds is None and self.is_complete:
+            try:
+                if all(end.query() for _, end in pairs[-1:]):
+                    self._seconds = sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+            except (RuntimeError, NotImplementedError):  # a device without a clock, or one that has broken down
+                self._seconds = 0.0
+        if self._seconds is not None:
+            self._pairs = []
+        return self._seconds
+
+
 class GenericFlight(Flight):
     """A load that torch carries."""
 
@@ -133,6 +160,7 @@ class GenericFlight(Flight):
         self.is_cancelled = False
         self.read_bytes = 0
         self.reads_failed: Exception | None = None
+        self.events: _CopyEvents | None = None
 
     def wait(self, milliseconds: int = native.SLICE_MS) -> bool:
         if not self.enqueued.wait(milliseconds / 1000):
@@ -184,6 +212,7 @@ class GenericTransfer(Transfer):
                 (tensor.values() if tensor.is_nested else tensor).record_stream(current)
 
 
+@finalizer
 def _settle(flight: GenericFlight, stream: torch.Stream, values: list[torch.Tensor], watcher: Watcher) -> None:
     """Makes the stream wait for a load that is dropped, so that the memory of `values` can go.
 
@@ -223,6 +252,8 @@ class _Work:
             wrapped.__cause__ = error
             self.flight.thread_error = error if isinstance(error, TdgpuError) else wrapped
         finally:
+            if self.flight.events is not None:
+                self.flight.events.is_complete = True
             self.flight.enqueued.set()
         if self.transfer is not None and self.transfer() is None and self.flight.end is not None:
             self.allocated.wait_event(self.flight.end)  # dropped meanwhile: nobody else will
@@ -276,8 +307,16 @@ class _Work:
         storage, start = self.plan.targets[chunk]
         size = int(self.plan.chunks["bytes"][chunk])
         target = torch.empty(0, dtype=torch.uint8, device=self.engine.device).set_(storage, start, (size,), (1,))
+        events = self.flight.events
+        begin = self._event() if events is not None else None
         # From pageable memory torch may still read the source after a non-blocking copy has returned.
         target.copy_(self.engine.ring[offset : offset + size], non_blocking=self.engine.is_pinned)
-        copied = torch.Event(self.engine.device)
-        copied.record(streams.current_stream(self.engine.device))
+        copied = self._event()
+        if events is not None and begin is not None:
+            events.add(begin, copied)
         return copied
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self.engine.device, enable_timing=self.flight.events is not None)
+        event.record(streams.current_stream(self.engine.device))
+        return event

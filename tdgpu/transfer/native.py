@@ -9,13 +9,25 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tdgpu.errors import TransferError
-from tdgpu.signals import until_exit
+from tdgpu.signals import finalizer
 from tdgpu.transfer.library import CAUSES, SLICE_MS, Driver, check, check_process, core, declare
 
 # Paths, and the inodes that they had when they were checked (0: any).
@@ -102,7 +114,7 @@ class RowSource:
             cause = core().tdgpu_rows_create(os.fsencode(path), inode, offset, row_nbytes, rows, byref(self._handle))
         check(cause, "A leaf cannot be opened")
 
-    @until_exit
+    @finalizer
     def __del__(self) -> None:
         # A forked child has the mapping, too, and may let go of it.
         if self._handle.value is not None:
@@ -187,8 +199,11 @@ declare(
     "tdgpu_transfer_abort": (c_int, c_void_p, c_void_p, c_int64, POINTER(c_int)),
     "tdgpu_transfer_order": (c_int, c_void_p, c_void_p, c_uint32, c_uint64),
     "tdgpu_transfer_wait": (c_int, c_void_p, c_void_p, c_uint32, c_int64, POINTER(c_int)),
+    "tdgpu_transfer_time_copies": (c_int, c_void_p, c_void_p, POINTER(c_void_p)),
+    "tdgpu_times_seconds": (c_int, c_void_p, POINTER(c_double)),
+    "tdgpu_times_release": (None, POINTER(c_void_p)),
     "tdgpu_transfer_load": (c_void_p, c_void_p),
-    "tdgpu_transfer_release": (None, c_void_p),
+    "tdgpu_transfer_release": (None, POINTER(c_void_p)),
     "tdgpu_load_cancel": (None, c_void_p),
     "tdgpu_load_wait_filled": (c_int, c_void_p, c_int64),
     "tdgpu_load_report": (None, c_void_p, POINTER(LoadReport), c_char_p, c_size_t),
@@ -197,7 +212,7 @@ declare(
     "tdgpu_readers_destroy": (None, POINTER(c_void_p)),
     "tdgpu_readers_post": (c_int, c_void_p, POINTER(PlanView), POINTER(c_void_p)),
     "tdgpu_read_load": (c_void_p, c_void_p),
-    "tdgpu_read_release": (None, c_void_p),
+    "tdgpu_read_release": (None, POINTER(c_void_p)),
     "tdgpu_stage_create": (c_int, c_void_p, c_uint64, c_uint32, POINTER(c_void_p)),
     "tdgpu_stage_facts": (None, c_void_p, POINTER(c_uint64), POINTER(c_uint32)),
     "tdgpu_stage_cancel": (None, c_void_p),
@@ -288,6 +303,29 @@ class _Load(abc.ABC):
         )
 
 
+class CopyTimes:
+    """How long the copies of a load take, by the device's events (``csrc/events.h``)."""
+
+    _handle = c_void_p()
+
+    def __init__(self) -> None:
+        self._handle = c_void_p()
+        self._process = os.getpid()
+
+    @finalizer
+    def __del__(self) -> None:
+        if self._handle.value is not None and os.getpid() == self._process:
+            core().tdgpu_times_release(byref(self._handle))
+
+    def seconds(self) -> float | None:
+        """See :class:`tdgpu.transfer.base.CopyTimes`. In a forked child, which cannot tell, none were measured."""
+        if os.getpid() != self._process:
+            return 0.0
+        seconds = c_double()
+        check(core().tdgpu_times_seconds(self._handle, byref(seconds)), "The copies cannot be timed")
+        return seconds.value if seconds.value >= 0 else None
+
+
 class Transfer(_Load):
     """A load on its way to a device. Owns the core's object, which lives on in the readers as long as they need it."""
 
@@ -299,11 +337,11 @@ class Transfer(_Load):
         self._handle = c_void_p()
         self.process = os.getpid()
 
-    @until_exit
+    @finalizer
     def __del__(self) -> None:
         # After a fork the core's locks may be held by threads that the child does not have.
         if self._handle.value is not None and os.getpid() == self.process:
-            core().tdgpu_transfer_release(self._handle)
+            core().tdgpu_transfer_release(byref(self._handle))
 
     @property
     def has_begun(self) -> bool:
@@ -315,6 +353,13 @@ class Transfer(_Load):
         view = work.view()
         cause = core().tdgpu_transfer_begin(self._engine.handle, view, events, stream, byref(self._handle))
         check(cause, "The load cannot begin")
+
+    def time_copies(self) -> CopyTimes:
+        """Has the copies timed. After :meth:`begin`, before :meth:`pump`."""
+        times = CopyTimes()
+        cause = core().tdgpu_transfer_time_copies(self._engine.handle, self._live, byref(times._handle))
+        check(cause, "The copies cannot be timed")
+        return times
 
     @property
     def _live(self) -> c_void_p:
@@ -379,7 +424,7 @@ class Readers:
         _kept[id(self)] = keep
         check(core().tdgpu_readers_create(threads, byref(self._handle)), "No reader threads")
 
-    @until_exit
+    @finalizer
     def __del__(self) -> None:
         # Only now: another thread may be about to post.
         if os.getpid() == self._process:
@@ -445,7 +490,7 @@ class Stage:
         self.ring_bytes = ring.value
         self.threads = count.value
 
-    @until_exit
+    @finalizer
     def __del__(self) -> None:
         # Only now: reads that are under way still ask for their places.
         if os.getpid() == self._process:
@@ -483,10 +528,10 @@ class Read(_Load):
         self.handle = c_void_p()
         self._process = os.getpid()
 
-    @until_exit
+    @finalizer
     def __del__(self) -> None:
         if self.has_begun and os.getpid() == self._process:
-            core().tdgpu_read_release(self.handle)
+            core().tdgpu_read_release(byref(self.handle))
 
     @property
     def has_begun(self) -> bool:

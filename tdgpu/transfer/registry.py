@@ -170,6 +170,8 @@ def start(
 def start_plan(save: str, plan: Callable[[], LoadPlan], device: torch.device) -> Transfer:
     """Starts what a plan says, whose destinations are on an accelerator; the current stream waits for nothing.
 
+    Its copies are timed.
+
     Args:
         save: the save's path, for messages.
         plan: allocates the destinations, on the current stream. Its chunks have at most :func:`most_chunk_bytes`.
@@ -180,7 +182,7 @@ def start_plan(save: str, plan: Callable[[], LoadPlan], device: torch.device) ->
     """
     engine = engine_for(device)
     engine.watcher.raise_pending()
-    return engine.start(save, plan, early=True)
+    return engine.start(save, plan, early=True, timed=True)
 
 
 def most_chunk_bytes(device: torch.device) -> int:

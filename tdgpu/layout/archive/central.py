@@ -19,7 +19,7 @@ from tdgpu.layout.archive.names import Names
 from tdgpu.layout.archive.records import LOCAL_BYTES, LOCAL_SIGNATURE, Central, Entry, check_local, encoded
 from tdgpu.layout.tree import Blocks, Extent, Packed
 from tdgpu.options import get as get_options
-from tdgpu.signals import until_exit
+from tdgpu.signals import Descriptor
 
 __all__ = ["Directory", "Entry", "is_archive"]
 
@@ -75,9 +75,10 @@ class Directory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
+        self._opened = Descriptor()
         try:
             # O_NONBLOCK: the open of a pipe that nobody writes to must not wait. It means nothing to a regular file.
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._fd = self._opened.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError, ValueError) as error:
             raise SaveNotFound("There is no archive here.", save=self.path) from error
         try:
@@ -93,9 +94,8 @@ class Directory:
 
     def close(self) -> None:
         """Closes the file. May be called again."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._fd = -1
+        self._opened.close()
 
     def __enter__(self) -> Directory:
         return self
@@ -103,10 +103,6 @@ class Directory:
     def __exit__(
         self, cause: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    @until_exit
-    def __del__(self) -> None:
         self.close()
 
     def _read(self) -> None:
