@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tdgpu
-from benchmarks import appends, archives, fill, loaders, structure, submit
+from benchmarks import appends, archives, cache, fill, loaders, structure, submit, transforms
 from benchmarks.measure import Row
 
 CASES = {
@@ -36,6 +36,10 @@ CASES = {
     "loader": loaders.run,
     "loader-cold": loaders.cold,
     "loader-memory": loaders.memory,
+    "fingerprint": cache.fingerprints,
+    "map-hit": transforms.hit,
+    "map-datasets": transforms.against_datasets,
+    "map-edited": transforms.edited,
 }
 
 

@@ -23,8 +23,8 @@ public:
 
     unsigned thread_count() const { return unsigned(threads_.size()); }
 
-    // Queues all of the load's chunks. Throws Error(cancelled) after stop(). Loads are served in the order in which they came, except that
-    // a load has at most as many threads as its plan allows.
+    // Queues all of the load's chunks. Throws Error(cancelled) after stop(). Loads are served in the order in which
+    // they came, except that a load has at most as many threads as its plan allows.
     void post(std::shared_ptr<Load> load);
 
     // What is queued or under way need not be read any more. Chunks still wait for their places and open their gates in

@@ -14,6 +14,10 @@ from tdgpu.append.once import append_memmap, recover_memmap
 from tdgpu.archives.packing import pack_memmap, save
 from tdgpu.archives.unpacking import unpack_memmap
 from tdgpu.archives.verifying import verify_memmap
+from tdgpu.cache.explain import Explanation, explain
+from tdgpu.cache.fingerprint import fingerprint
+from tdgpu.cache.hasher import Hasher
+from tdgpu.cache.switch import disable_caching, enable_caching, is_caching_enabled
 from tdgpu.data.dataset import MemmapDataset
 from tdgpu.data.iterable import IterableMemmapDataset
 from tdgpu.data.loader import DeviceLoader
@@ -31,6 +35,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DeviceLoader",
+    "Explanation",
+    "Hasher",
     "IterableMemmapDataset",
     "LoadFuture",
     "LoadProgress",
@@ -44,6 +50,11 @@ __all__ = [
     "WeightedSampler",
     "__version__",
     "append_memmap",
+    "disable_caching",
+    "enable_caching",
+    "explain",
+    "fingerprint",
+    "is_caching_enabled",
     "load_memmap",
     "options",
     "pack_memmap",

@@ -2,21 +2,21 @@
 
 Exit codes: 0 done; 1 a :class:`~tdgpu.errors.TdgpuError` or a file that the system refused, the message on stderr, or
 ``doctor`` with settings that cannot be read, the message in its report, or ``verify`` with a save that is damaged; 2
-wrong usage. With ``--json`` a command prints
-one JSON object on stdout and nothing else there.
+wrong usage. With ``--json`` a command prints one JSON object on stdout and nothing else there.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import sys
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from tdgpu.cli_cache import cache
+from tdgpu.cli_output import Json, print_json, say, stdout
 from tdgpu.errors import TdgpuError
 from tdgpu.options import parse_size
 
@@ -29,22 +29,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+app.add_typer(cache, name="cache")
 
 Threads = Annotated[
     int | None, typer.Option(min=0, help="Threads that work. Default: one for each core that the process may use.")
 ]
-
-
-def _stdout() -> Console:
-    # rich fits its tables to 80 columns where there is no terminal, and a path that is broken over lines cannot be
-    # searched for: there a table is as wide as its content.
-    console = Console()
-    return console if console.is_terminal else Console(width=1 << 16)
-
-
-def _print_json(report: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(report, indent=2) + "\n")
 
 
 @app.callback()
@@ -72,9 +61,9 @@ def demo(
 
     report = run(device, save, console=Console(stderr=True))
     if as_json:
-        _print_json(report)
+        print_json(report)
     else:
-        render(report, _stdout())
+        render(report, stdout())
 
 
 @app.command()
@@ -89,9 +78,9 @@ def doctor(
 
     report = examine(device)
     if as_json:
-        _print_json(report)
+        print_json(report)
     else:
-        render(report, _stdout())
+        render(report, stdout())
     if "error" in report["options"]:
         raise typer.Exit(1)
 
@@ -120,7 +109,7 @@ def pack(
         num_threads=threads, progress=True,
     )  # fmt: skip
     report = {"archive": str(path), "bytes": path.stat().st_size, "seconds": round(time.perf_counter() - started, 3)}
-    _say(report, "{archive}: {bytes} bytes in {seconds} s", as_json=as_json)
+    say(report, "{archive}: {bytes} bytes in {seconds} s", as_json=as_json)
 
 
 @app.command()
@@ -139,7 +128,7 @@ def unpack(
     started = time.perf_counter()
     path = unpack_memmap(archive, directory, num_threads=threads, progress=True)
     report = {"directory": str(path), "seconds": round(time.perf_counter() - started, 3)}
-    _say(report, "{directory}: unpacked in {seconds} s", as_json=as_json)
+    say(report, "{directory}: unpacked in {seconds} s", as_json=as_json)
 
 
 @app.command()
@@ -165,7 +154,7 @@ def verify(
     for note in found.notes:
         sys.stderr.write(f"note: {note}\n")
     verdict = "sound" if found.is_sound else "damaged"
-    _say(report, f"{{path}}: {verdict}, {{entries}} entries, {{bytes}} bytes", as_json=as_json)
+    say(report, f"{{path}}: {verdict}, {{entries}} entries, {{bytes}} bytes", as_json=as_json)
     if not found.is_sound:
         raise typer.Exit(1)
 
@@ -194,7 +183,7 @@ def append(
     report = {
         "directory": directory, "source": source, "rows": added, "seconds": round(time.perf_counter() - started, 3)
     }  # fmt: skip
-    _say(report, "{directory}: {rows} rows appended in {seconds} s", as_json=as_json)
+    say(report, "{directory}: {rows} rows appended in {seconds} s", as_json=as_json)
 
 
 @app.command()
@@ -219,7 +208,7 @@ def recover(
         sys.stderr.write(f"removed: {file}\n")
     if found.surplus:
         sys.stderr.write(f"note: {found.surplus} bytes behind the rows, which the next append overwrites\n")
-    _say(report, "{path}: {state}, {rows} rows", as_json=as_json)
+    say(report, "{path}: {state}, {rows} rows", as_json=as_json)
 
 
 def _rows(text: str) -> slice:
@@ -242,13 +231,6 @@ def _block_size(text: str) -> int | None:
         raise typer.BadParameter(
             f"{text!r} is no size in bytes, such as 1048576 or 1M.", param_hint="--block-size"
         ) from None
-
-
-def _say(report: dict[str, Any], line: str, *, as_json: bool) -> None:
-    if as_json:
-        _print_json(report)
-    else:
-        sys.stdout.write(line.format(**report) + "\n")
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "ArchiveError",
     "ArchiveNotSupported",
     "BatchTimeout",
+    "CacheError",
     "CaptureError",
     "ChecksumError",
     "DeviceError",
@@ -241,6 +242,12 @@ class AppendError(TransferError, OSError):
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, (cls, message, facts) = super().__reduce__()
         return rebuild, (cls, message, {**facts, "code": self.errno})
+
+
+class CacheError(TdgpuError, OSError):
+    """A result could not be put into the cache or taken from it. Nothing of it is kept; ``save`` is where it lies."""
+
+    __str__ = TdgpuError.__str__
 
 
 class ChecksumError(LoadError, zipfile.BadZipFile):

@@ -14,7 +14,7 @@ import contextlib
 import contextvars
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tdgpu.errors import InvalidArgument, InvalidArgumentType
@@ -114,10 +114,23 @@ class Options:
         "Largest `meta.json` that is read, in bytes: a larger one raises before it is parsed.",
         minimum=1,
     )  # fmt: skip
+    cache: str | None = _option(
+        None, "TDGPU_CACHE", str,
+        "The directory of the cache. Unset: `tdgpu` in `XDG_CACHE_HOME`, or in `~/.cache` (`~/Library/Caches` on"
+        " macOS).",
+    )  # fmt: skip
+    cache_max_bytes: int | None = _option(
+        None, "TDGPU_CACHE_MAX_BYTES", parse_size,
+        "Bytes that the results in the cache may have: after a build, those that were not used for longest are removed,"
+        " never one in use. Unset: no limit.",
+        minimum=0,
+    )  # fmt: skip
 
 
 def _checked(option: Any, value: Any, source: str) -> Any:
     checks = option.metadata
+    if value is None and option.default is None:
+        return value
     if "choices" in checks and value not in checks["choices"]:
         raise InvalidArgument(f"{source} must be one of {', '.join(checks['choices'])}, got {value!r}.")
     for name, wrong in (("minimum", lambda bound: value < bound), ("maximum", lambda bound: value > bound)):
@@ -128,7 +141,7 @@ def _checked(option: Any, value: Any, source: str) -> Any:
     return value
 
 
-def _from_environment() -> Options:
+def _from_environment() -> dict[str, Any]:
     given: dict[str, Any] = {}
     for option in fields(Options):
         env = option.metadata["env"]
@@ -144,7 +157,7 @@ def _from_environment() -> Options:
                 f" {READABLE[parse]}."
             ) from None
         given[option.name] = _checked(option, value, env)
-    return Options(**given)
+    return given
 
 
 _override: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("tdgpu_options", default=None)
@@ -152,7 +165,7 @@ _override: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVa
 
 def get() -> Options:
     """The settings in force here: those of the enclosing ``options(...)`` over those of the environment."""
-    return replace(_from_environment(), **(_override.get() or {}))
+    return Options(**{**_from_environment(), **(_override.get() or {})})
 
 
 @contextlib.contextmanager

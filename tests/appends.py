@@ -1,19 +1,11 @@
-"""What the tests of appends share: saves that are easy to check, tensordict beside ours, processes, interrupts."""
+"""What the tests of appends share: saves that are easy to check, tensordict beside ours, interrupts."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import json
 import os
 import shutil
-import signal
 import stat
-import subprocess
-import sys
-import tempfile
-import textwrap
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +20,6 @@ import tdgpu
 from tdgpu import errors
 from tdgpu.layout.lock import WriterLock
 from tdgpu.transfer import outgoing, outlets
-
-HERE = Path(__file__).parent
 
 
 def flat(first: int, count: int) -> TensorDict:
@@ -134,84 +124,6 @@ def refusing(code: int) -> Callable[..., None]:
     return function
 
 
-# Importing torch takes seconds: one process does it, and each piece of code runs in a fork of that one, which ends as a
-# program ends.
-_FORKER = """
-import json, os, sys
-import torch
-from appends import *
-torch.set_num_threads(1)  # what OpenMP has begun before a fork hangs in the child
-for line in sys.stdin:
-    code, arguments, out = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        break
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    sys.exit()
-for number, name in enumerate(("in", "out", "err")):
-    file = os.open(os.devnull if number == 0 else f"{out}/{name}", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, number)
-    os.close(file)
-sys.argv = ["-c", *arguments]
-exec(compile(code, "<test>", "exec"), {"__name__": "__main__"})
-"""
-
-
-class _Forker:
-    def __init__(self) -> None:
-        # A pool of threads, such as OpenMP's, does not survive a fork.
-        paths = os.pathsep.join([str(HERE), str(HERE.parent)])
-        env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._out = tempfile.mkdtemp(prefix="tdgpu-test-")
-        self._process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-c", _FORKER],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
-        )  # fmt: skip
-        atexit.register(self._close)
-
-    def _close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.kill()  # other children of this process may hold its input open
-        self._process.wait(20)
-        shutil.rmtree(self._out, ignore_errors=True)
-
-    def run(self, code: str, arguments: list[str], timeout: float) -> tuple[int, str, str]:
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps([code, arguments, self._out]) + "\n")
-        process.stdin.flush()
-        child = int(process.stdout.readline())
-        too_long = threading.Timer(timeout, os.kill, (child, signal.SIGABRT))  # faulthandler says where it was
-        too_long.start()
-        status = int(process.stdout.readline())
-        too_long.cancel()
-        return status, Path(self._out, "out").read_text(), Path(self._out, "err").read_text()
-
-
-_forkers: list[_Forker] = []
-
-
-def run_process(code: str, *arguments: Any, timeout: float = 60) -> tuple[int, str, str]:
-    """Runs code in a process of its own, which is ended if that takes too long: its status, and what it printed."""
-    if not _forkers:
-        _forkers.append(_Forker())
-    try:
-        return _forkers[0].run(textwrap.dedent(code), [str(argument) for argument in arguments], timeout)
-    except BaseException:
-        _forkers.clear()  # its answer may still come
-        raise
-
-
-def in_process(code: str, *arguments: Any, timeout: float = 60) -> str:
-    """Likewise; it must end well."""
-    status, out, err = run_process(code, *arguments, timeout=timeout)
-    assert status == 0, out + err
-    assert "Traceback" not in err and "terminate" not in err, err
-    return out
-
-
 # Raises KeyboardInterrupt in the main thread at the nth of the places where Python runs signal handlers: a function is
 # entered, a call has returned, a loop goes round.
 INTERRUPTS = '''
@@ -219,6 +131,8 @@ import contextlib, dis, os, shutil, signal, sys, threading, torch, tdgpu, tensor
 from pathlib import Path
 from tensordict import TensorDict
 from tdgpu.layout.lock import WriterLock
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as which one comes again that came during a finalizer
 
 def handler(code, at, known={}):
     """Where an exception at this instruction goes."""

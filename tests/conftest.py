@@ -8,6 +8,7 @@ simulation.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = getattr(item, "fixturenames", ())
         if "device" in names and "sim" not in names:
             item.add_marker(pytest.mark.gpu)
+
+
+def pytest_collection_finish() -> None:
+    # What was imported stays, and need not be looked through whenever a test collects garbage.
+    gc.collect()
+    gc.freeze()
 
 
 def close_all() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import tensordict
 import torch
-from appends import INTERRUPTS, expect, failing, flat, in_process, is_free, load, ours, state
+from appends import INTERRUPTS, expect, failing, flat, is_free, load, ours, state
+from forked import in_process
 from tensordict import TensorDict
 
 import tdgpu

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from appends import expect, flat, in_process, is_free, load, ours, state, theirs
+from appends import expect, flat, is_free, load, ours, state, theirs
+from forked import in_process
 from saves import BUILDERS, SAVES, Thing
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode

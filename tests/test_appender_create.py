@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import tensordict
 import torch
-from appends import expect, flat, in_process, is_free, load, state
+from appends import expect, flat, is_free, load, state
 from compare import assert_same
+from forked import in_process
 from saves import Frame, Point, Thing, Typed, point
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 

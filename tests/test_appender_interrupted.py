@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from appends import INTERRUPTS, in_process
+from appends import INTERRUPTS
+from forked import in_process
 from tensordict import TensorDict
 
 import tdgpu

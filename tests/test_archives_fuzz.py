@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from archives import fuzz, hostile_payload, hostile_structure, strict
 from archives.hostile import CASES
 from archives.hostile_index import PASSED_OVER
 from archives.mutate import DATA, SEEDS, mutated
+from forked import run_process
 
 import tdgpu
 from tdgpu.errors import ArchiveError
@@ -36,18 +35,12 @@ SEED = int(os.environ.get("TDGPU_FUZZ_SEED", "0"))
 
 def test_damaged_archives(tmp_path: Path) -> None:
     simgpu.require()
-    done = subprocess.run(
-        [sys.executable, "-m", "archives.fuzz", str(SEED), "0", str(SECONDS), str(tmp_path), "simgpu"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS + 200,
-        check=False,
-        cwd=HERE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])},
-    )
+    code = 'import runpy; runpy.run_module("archives.fuzz", run_name="__main__", alter_sys=True)'
+    arguments = (SEED, 0, SECONDS, tmp_path, "simgpu")
+    status, out, err = run_process(code, *arguments, timeout=SECONDS + 200, simulated=True)
     at = (tmp_path / "at").read_text().strip() if (tmp_path / "at").exists() else "the start"
-    assert done.returncode == 0, f"case {SEED}/{at}: {done.returncode}\n{done.stderr[-5000:]}"
-    result = json.loads(done.stdout.splitlines()[-1])
+    assert status == 0, f"case {SEED}/{at}: {status}\n{err[-5000:]}"
+    result = json.loads(out.splitlines()[-1])
     assert result["wrongs"] == [], json.dumps(result, indent=1)
     counts = result["counts"]
     assert result["cases"] >= 50, result

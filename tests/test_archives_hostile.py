@@ -9,7 +9,6 @@ import pickle
 import random
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from archives import hostile_index, hostile_payload, hostile_structure, small
 from archives.hostile import Case
 from archives.payloads import DEFLATE, METHODS, STORED
 from archives.raw import write
+from forked import in_process
 from tensordict import TensorDict
 from torch._subclasses import FakeTensorMode
 
@@ -213,7 +213,7 @@ from pathlib import Path
 import torch, tdgpu
 from tdgpu.errors import TdgpuError
 
-paths = json.loads(sys.stdin.read())
+paths = json.loads(Path(sys.argv[1]).read_text())
 tdgpu.load_memmap(paths[0])
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 limit = int(status["VmSize"].split()[0]) * 1024 + (768 << 20)
@@ -237,18 +237,9 @@ def test_all_of_them_with_little_memory(files: Files, tmp_path: Path) -> None:
     """With an address space of 768 MiB more than the process has, nothing but the errors of tdgpu is raised."""
     sound = tmp_path / "sound.tdz"
     sound.write_bytes(write(small.entries(DEFLATE)).data)
-    paths = [str(sound), *(str(files(name)) for name in CASES)]
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED],
-        input=json.dumps(paths),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [line for line in json.loads(done.stdout) if " " in line] == []
+    (tmp_path / "paths").write_text(json.dumps([str(sound), *(str(files(name)) for name in CASES)]))
+    found = json.loads(in_process(LIMITED, tmp_path / "paths", timeout=240))
+    assert [line for line in found if " " in line] == []
 
 
 # --- indexes ----------------------------------------------------------------------------------------------------------

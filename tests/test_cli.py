@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,24 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import in_process, run_process
 from tensordict import TensorDict
 
 import tdgpu.transfer
 from tdgpu import cli, demo, doctor
 from tdgpu.errors import DeviceError, InvalidArgument
 
+ROOT = Path(__file__).parents[1]
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A real process, as a user starts it."""
-    return subprocess.run(
-        [sys.executable, "-m", "tdgpu", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parents[1],
-        check=False,
-    )
+# What "python -m tdgpu" does, in a process of its own.
+RUN = "import runpy; runpy.run_module('tdgpu', run_name='__main__', alter_sys=True)"
 
 
 @pytest.fixture
@@ -116,7 +108,8 @@ def test_an_error_prints_its_facts_on_stderr(call, monkeypatch):
 
 
 def test_json_is_one_object_and_the_only_output_on_stdout():
-    done = run("demo", "--device", "cpu", "--json")
+    command = [sys.executable, "-m", "tdgpu", "demo", "--device", "cpu", "--json"]  # as a user starts it
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["accuracy"] >= 0.95
@@ -172,9 +165,8 @@ def test_doctor_says_once_that_a_setting_is_bad_and_shows_the_rest(call, monkeyp
 
 
 def test_doctor_survives_a_missing_core(tmp_path):
-    done = run("doctor", "--json", TDGPU_NATIVE_CORE=str(tmp_path / "nowhere.so"))
-    assert done.returncode == 0, done.stderr
-    assert "nowhere.so" in json.dumps(json.loads(done.stdout)["core"])
+    out = in_process(RUN, "doctor", "--json", TDGPU_NATIVE_CORE=str(tmp_path / "nowhere.so"))
+    assert "nowhere.so" in json.dumps(json.loads(out)["core"])
 
 
 def test_doctor_survives_whatever_the_native_part_raises(monkeypatch):
@@ -276,9 +268,6 @@ def test_the_memory_limit_is_the_smallest_of_the_control_groups(tmp_path, member
 
 def test_an_output_that_is_full_is_said_in_one_line(tmp_path):
     TensorDict(a=torch.zeros(3)).memmap(tmp_path / "save")
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "tdgpu", "verify", str(tmp_path / "save")],
-            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
-    assert done.returncode != 0 and "No space left" in done.stderr and "Traceback" not in done.stderr
+    to_full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    status, _, err = run_process(to_full + RUN, "verify", tmp_path / "save")
+    assert status != 0 and "No space left" in err and "Traceback" not in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -137,20 +138,23 @@ def test_a_save_that_is_not_there_is_named(call, saves, missing):
 def test_a_writer_in_the_way_is_named(call, saves, monkeypatch):
     monkeypatch.setenv("TDGPU_LOCK_TIMEOUT", "0")
     dest, source = saves
-    hold = (
-        "import sys\nfrom tdgpu.layout.lock import WriterLock\n"
-        "lock = WriterLock(sys.argv[1], 0)\nprint('held', flush=True)\nsys.stdin.read()\n"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", hold, str(dest)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1],
-    )  # fmt: skip
+    context = multiprocessing.get_context("fork")
+    held, release = context.Event(), context.Event()
+
+    def hold() -> None:
+        lock = WriterLock(str(dest), 0)
+        held.set()
+        release.wait(60)
+        lock.release()
+
+    holder = context.Process(target=hold)
+    holder.start()
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+        assert held.wait(60)
         code, out, err = call("append", dest, source)
     finally:
-        holder.communicate()
+        release.set()
+        holder.join()
     assert (code, out) == (1, "")
     assert str(holder.pid) in err
     assert numbers(dest) == [0, 1, 2]

@@ -7,8 +7,6 @@ import io
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import pytest
 import tensordict
 import torch
 from compare import assert_same
+from forked import in_process
 from saves import BUILDERS, Point
 from tensordict import TensorDict
 
@@ -331,10 +330,12 @@ def test_a_copy_on_another_machine_is_told_by_its_structure(save, monkeypatch):
 def test_a_new_process_learns_the_classes_from_the_pickle(tmp_path):
     Point(x=torch.arange(4.0), y=torch.zeros(4, 2), batch_size=[4]).memmap(tmp_path / "save")
     (tmp_path / "pickle").write_bytes(pickle.dumps(MemmapDataset(tmp_path / "save")))
-    program = f"import pickle; print(pickle.load(open({str(tmp_path / 'pickle')!r}, 'rb'))[1:3].x.tolist())"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.strip() == "[1.0, 2.0]"
+    program = """
+        import pickle, sys
+        assert "saves" not in sys.modules
+        print(pickle.load(open(sys.argv[1], 'rb'))[1:3].x.tolist())
+    """
+    assert in_process(program, tmp_path / "pickle") == "[1.0, 2.0]\n"
 
 
 def test_a_forked_process_opens_the_leaves_for_itself(save):

@@ -50,7 +50,7 @@ def test_workers_take_turns_so_that_the_order_is_that_of_the_save(save, batch_si
     assert len(found) == len(dataset) == len(loader)
 
 
-@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 2), (2, 0), (3, 2), (20, 2)])
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 2), (2, 0), (3, 2), (6, 2), (20, 0)])
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_every_row_once_over_ranks_and_workers(save, world_size, num_workers, batch_size):
     found = []

@@ -9,24 +9,26 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import in_process, in_ranks
 
 import tdgpu
 from tdgpu import MemmapDataset
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def run(*command: str | Path) -> str:
-    """What python prints, run with these arguments."""
-    paths = os.pathsep.join([str(Path(tdgpu.__file__).parents[1]), *sys.path])
-    # One thread each: these are small, and other tests may run meanwhile.
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+# One thread each: they are small, and other tests may run meanwhile.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(example: str, *arguments: str | Path) -> str:
+    """What an example prints, run with these arguments."""
+    code = """
+        import runpy, sys
+        sys.argv = sys.argv[1:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    """
+    return in_process(code, EXAMPLES / example, *arguments, timeout=240, **ENVIRONMENT)  # type: ignore[arg-type]
 
 
 def found(pattern: str, output: str) -> list[float]:
@@ -37,14 +39,14 @@ def found(pattern: str, output: str) -> list[float]:
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_every_example_says_what_it_is(example):
-    output = run(EXAMPLES / example, "--help")
+    output = run(example, "--help")
     assert f"examples/{example}\n" in output  # how to run it
     assert "--seed" in output
 
 
 def test_images(tmp_path):
     small = ("--images", "300", "--size", "64", "--crop", "56", "--epochs", "6", "--directory", tmp_path / "images")
-    output = run(EXAMPLES / "images.py", *small)
+    output = run("images.py", *small)
     assert "300 images" in output
     assert "240 to train with, 60 to test" in output
     losses = found(r"loss ([\d.]+), [\d,]+ rows/s", output)
@@ -53,11 +55,11 @@ def test_images(tmp_path):
     assert found(r"([\d.]+)% of the test images", output)[0] > 50  # by chance: 12.5
     assert f"{6 * 7} batches, {6 * 7 * 32} rows" in output  # full ones only
     # The save is there already; it is taken as it is.
-    assert "300 images" in run(EXAMPLES / "images.py", *small, "--images", "7", "--epochs", "1")
+    assert "300 images" in run("images.py", *small, "--images", "7", "--epochs", "1")
 
 
 def test_replay(tmp_path):
-    output = run(EXAMPLES / "replay.py", "--rounds", "6", "--batches", "20", "--directory", tmp_path / "buffer")
+    output = run("replay.py", "--rounds", "6", "--batches", "20", "--directory", tmp_path / "buffer")
     rows = found(r"round \d+: ([\d,]+) rows", output)
     assert len(rows) == 6
     assert rows == sorted(rows)
@@ -69,15 +71,21 @@ def test_replay(tmp_path):
     assert found(r"committed ([\d,]+) rows", output) == [len(MemmapDataset(tmp_path / "buffer"))]
 
 
-def train_on_two_ranks(stop_after: int) -> str:
-    """31 steps an epoch of the 2001 rows, and two epochs."""
-    small = ("--rows", "2001", "--batch-size", "32", "--test-rows", "333", "--stop-after", str(stop_after))
-    return run(*TWO_RANKS, EXAMPLES / "distributed.py", *small)
+# 31 steps an epoch of the 2001 rows, and two epochs.
+SMALL = ("--rows", "2001", "--batch-size", "32", "--test-rows", "333", "--stop-after")
 
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> str:
-    return train_on_two_ranks(0)
+    paths = os.pathsep.join([str(Path(tdgpu.__file__).parents[1]), *sys.path])
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [*torchrun, EXAMPLES / "distributed.py", *SMALL, "0"],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_distributed(uninterrupted):
@@ -90,7 +98,7 @@ def test_distributed(uninterrupted):
 
 @pytest.mark.parametrize("stop_after", [20, 31], ids=["within an epoch", "at its end"])
 def test_distributed_goes_on_as_if_nothing_had_happened(uninterrupted, stop_after):
-    output = train_on_two_ranks(stop_after)
+    output = in_ranks(2, EXAMPLES / "distributed.py", *SMALL, stop_after)
     assert f"goes on in epoch 0, at row {stop_after * 64:,}" in output
     assert f"{62 - stop_after} batches, " in output
     assert output.splitlines()[-1] == uninterrupted.splitlines()[-1]  # the sum of all weights, too

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from compare import assert_same
+from forked import in_process
 from saves import BUILDERS, FLOAT8, SAVES, random_bytes
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch._subclasses import FakeTensorMode
@@ -237,7 +236,6 @@ def test_no_leaf_is_opened_without_data(tmp_path: Path, how: str) -> None:
     script = f"""
 import contextlib, os, sys
 opened = []
-sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch, saves
 from torch._subclasses import FakeTensorMode
 from tdgpu.load import load_memmap
@@ -250,8 +248,7 @@ found = [path for path in opened if path.startswith(top)]
 assert len(found) > 20, found
 assert not [path for path in found if path.endswith(".memmap")], found
 """
-    root = Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=root, timeout=120)
+    in_process(script)
 
 
 def test_an_out_that_cannot_take_the_save_is_refused_unchanged(tmp_path):

@@ -186,26 +186,26 @@ dist.destroy_process_group()
 @pytest.fixture(scope="module")
 def runs(save: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """What each of 2 and then 3 processes has found."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    (folder / "program.py").write_text(PROGRAM)
+    folder = tmp_path_factory.mktemp("ranks")
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    found = {}
-    for world_size in (2, 3):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    arguments = (str(save), str(folder), str(folder / "state.pt"))
+    for world_size in ("2", "3"):
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world_size)
         done = subprocess.run(
-            [*launcher, "program.py", str(save), str(folder), str(folder / "state.pt")],
-            cwd=folder, env=env, capture_output=True, text=True, timeout=140, check=False,
-        )  # fmt: skip
+            [*torchrun, str(program), *arguments], env=env, capture_output=True, text=True, timeout=140, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
-        found[world_size] = [
-            json.loads((folder / f"{world_size}.{rank}.json").read_text()) for rank in range(world_size)
-        ]
-    return found
+    return {
+        world_size: [json.loads((folder / f"{world_size}.{rank}.json").read_text()) for rank in range(world_size)]
+        for world_size in (2, 3)
+    }
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_under_torchrun(runs, world_size):
+def test_with_a_process_group(runs, world_size):
     ranks = runs[world_size]
     assert [(found["rank"], found["world_size"]) for found in ranks] == [(i, world_size) for i in range(world_size)]
     for shuffle in (False, True, "permute"):

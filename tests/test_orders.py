@@ -354,7 +354,7 @@ def test_the_sampler_gives_the_permutation_of_its_epoch():
 def test_epochs_of_a_sampler_count_by_themselves():
     """As those of RandomSampler do, from the one that set_epoch says on; an iteration counts as it begins."""
     sampler = PermutationSampler(100, seed=7)
-    loader: Any = DataLoader(range(100), batch_size=8, sampler=sampler)
+    loader: Any = DataLoader(range(100), batch_size=8, sampler=sampler)  # type: ignore[arg-type]
     for epoch in range(3):
         assert [row for batch in loader for row in batch.tolist()] == list(Permutation(100, 7, epoch))
     assert sampler.epoch == 3
@@ -492,6 +492,7 @@ def test_bad_arguments_are_refused():
 def test_states_that_are_not_its_own_are_refused():
     sampler = PermutationSampler(10)
     state = sampler.state_dict()
+    bad: Any
     for bad in ({}, None, [], {**state, "more": 1}, WeightedSampler([1.0], 10).state_dict()):
         with pytest.raises(InvalidArgument, match="no state of a PermutationSampler"):
             sampler.load_state_dict(bad)

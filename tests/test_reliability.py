@@ -6,6 +6,7 @@ processes are killed, ``TDGPU_RELIABILITY_SEED`` at which of their system calls.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -34,11 +35,18 @@ DURABLE, HASTY, TENSORCLASS = map(
 Warm = Callable[..., Any]
 
 
+def prepare() -> None:
+    torch.set_num_threads(1)
+    if os.access("/dev/shm", os.W_OK):  # what an append asks the disk for is counted, and not waited for
+        tempfile.tempdir = "/dev/shm"
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Warm]:
     """Calls a function in a process that has everything imported, and no thread but its own: one that can be forked."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) as executor:
+    with ProcessPoolExecutor(1, context, prepare) as executor:
         yield lambda function, *args, **kwargs: executor.submit(function, *args, **kwargs).result()
 
 

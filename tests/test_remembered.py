@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import tensordict
 import torch
+from forked import in_process
 from saves import Point
 from tensordict import TensorDict
 
@@ -70,7 +69,7 @@ def by_another_process(path: Path) -> None:
     code = (
         "import sys, tdgpu, tensordict; tdgpu.append_memmap(sys.argv[1], tensordict.load_memmap(sys.argv[1])[1:] + 1)"
     )
-    subprocess.run([sys.executable, "-c", code, path], check=True)
+    in_process(code, path)
 
 
 def by_another_save_in_its_place(path: Path) -> None:

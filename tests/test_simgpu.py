@@ -6,16 +6,13 @@ A test suite on a simulation that forgives is worth nothing, so most tests here 
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import simgpu
 import torch
+from forked import run_process
 from simgpu.driver_calls import Driver
 from torch import Tensor
 
@@ -334,11 +331,8 @@ def test_memory_statistics(sim: simgpu.Sim) -> None:
 # --- the process ---
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    prelude = "import torch, simgpu\nsim = simgpu.load()\n"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    command = [sys.executable, "-c", prelude + textwrap.dedent(code)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+def run_python(code: str) -> tuple[int, str, str]:
+    return run_process("import torch, simgpu\nsim = simgpu.load()\n" + textwrap.dedent(code), simulated=True)
 
 
 def test_only_the_devices_used_get_a_context_and_exit_is_clean_with_work_queued(sim: simgpu.Sim) -> None:
@@ -358,4 +352,4 @@ def test_only_the_devices_used_get_a_context_and_exit_is_clean_with_work_queued(
         with stream:
             kept = source.to("simgpu", non_blocking=True)
     """)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n0 1\n", "")
+    assert done == (0, "0\n0 1\n", "")

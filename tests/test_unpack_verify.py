@@ -7,7 +7,6 @@ import lzma
 import os
 import signal
 import struct
-import subprocess
 import sys
 import threading
 import zipfile
@@ -19,6 +18,7 @@ import pytest
 import tensordict
 import torch
 from archives.raw import Entry, write
+from forked import in_process
 from saves import SAVES
 from tensordict import TensorDict
 from test_pack import COMPRESSIONS, blocks_of, files_of, payload_offset
@@ -247,17 +247,16 @@ def test_memory_does_not_grow_with_the_entry(tmp_path):
         tdgpu.pack_memmap(
             tmp_path / "run", tmp_path / name, compression="deflate", compresslevel=1, block_size=block_size
         )
-    code = (
-        "import resource, sys, tdgpu\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "tdgpu.unpack_memmap(sys.argv[1], sys.argv[2], num_threads=2)\n"
-        "assert tdgpu.verify_memmap(sys.argv[1], num_threads=2).is_sound\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
-    )
+    code = """
+        import resource, sys, tdgpu
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        tdgpu.unpack_memmap(sys.argv[1], sys.argv[2], num_threads=2)
+        assert tdgpu.verify_memmap(sys.argv[1], num_threads=2).is_sound
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
     for name in ("blocks", "stream"):
-        arguments = [str(tmp_path / name), str(tmp_path / f"{name} unpacked")]
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=240, check=True)
-        assert int(done.stdout) < 80 << 10, name
+        grown = in_process(code, tmp_path / name, tmp_path / f"{name} unpacked", timeout=240)
+        assert int(grown) < 80 << 10, name
 
 
 # --- verifying --------------------------------------------------------------------------------------------------------

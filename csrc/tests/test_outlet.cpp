@@ -63,8 +63,7 @@ struct Bench {
         outlet = std::make_unique<Outlet>(*driver, 0, ring);
         assert(driver->MemHostAlloc(reinterpret_cast<void**>(&made), size, 0) == 0);
         assert(driver->MemHostAlloc(reinterpret_cast<void**>(&other), size, 0) == 0);
-        std::mt19937_64 random(7);
-        for (size_t i = 0; i < size; i++) made[i] = char(random());
+        memcpy(made, check::random_bytes(size, 7).data(), size);
         memset(other, 0x11, size);
         assert(sim->alloc(&rows, size) == 0);
     }
@@ -107,11 +106,11 @@ struct Bench {
     }
 };
 
-void rows_arrive(size_t size, size_t ring, size_t chunk) {
+void rows_arrive(size_t size, size_t ring, size_t chunk, int times) {
     sim->set("delay_us", 300);
     {
         Bench bench(size, ring);
-        for (int i = 0; i < 3; i++) assert(bench.wrong_bytes(chunk) == 0);
+        for (int i = 0; i < times; i++) assert(bench.wrong_bytes(chunk) == 0);
     }
     sim->expect_clean();
     sim->reset();
@@ -205,9 +204,7 @@ void many_parts_of_many_files_arrive() {
             std::vector<Target> targets(kFiles);
             auto files = files_of(targets, kRow, most_open);
             assert(files->reserve(0, kRecords).error == 0);
-            std::vector<char> memory(kFiles * kRecords * kRow);
-            std::mt19937 random(3);
-            for (char& byte : memory) byte = char(random());
+            const std::vector<char> memory = check::random_bytes(kFiles * kRecords * kRow, 3);
             // Each record has one row for every file.
             std::vector<Part> parts;
             for (size_t record = 0; record < kRecords; record++) {
@@ -410,9 +407,9 @@ int main() {
     sim = &simulation;
     Driver table(simulation.path);
     driver = &table;
-    rows_arrive(700'001, 1 << 20, 64 << 10);
-    rows_arrive(300'000, 64 << 10, 16 << 10);
-    rows_arrive(3000 * 64, 8 << 20, 64);
+    rows_arrive(700'001, 1 << 20, 64 << 10, 3);
+    rows_arrive(300'000, 64 << 10, 16 << 10, 3);
+    rows_arrive(3000 * 64, 8 << 20, 64, 1);
     a_full_queue_blocks_but_never_stops();
 #ifndef __SANITIZE_THREAD__  // which finds these, too, as the data races that they are
     seeded_bugs_show();

@@ -9,7 +9,7 @@ Driver* driver;
 
 // Claims random spans while a model frees them in order; a span may be filled once `fill_after` is freed.
 void no_place_has_two_users(unsigned seed, size_t ring_bytes) {
-    std::mt19937 random(seed);
+    check::Random random(seed);
     Ring ring(*driver, ring_bytes);
     std::vector<Span> spans;
     std::vector<size_t> sizes;

@@ -52,7 +52,7 @@ void expect_tables() {
                                                                                {least, least, 0},
                                                                                {1, 1e-30, 1e30}})
         expect_table(weights);
-    std::mt19937_64 random(1);
+    check::Random random(1);
     for (size_t n : {2, 3, 64, 65, 1000, 4099}) {
         std::vector<double> weights(n);
         for (double& weight : weights) weight = random() % 4 ? std::exp(double(random() % 40)) : 0;

@@ -10,20 +10,23 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from tdgpu.data import convert
 from tdgpu.data.arguments import refuse_fake_mode
 from tdgpu.data.form import BatchForm
 from tdgpu.data.indexing import RowIndexError, row_at, rows_at
 from tdgpu.data.mapped_rows import MappedRows
+from tdgpu.data.renaming import Names, rename, renamed
 from tdgpu.data.rows import Rows
 from tdgpu.data.selection import check_keys, select
-from tdgpu.errors import FormatError, NotSupported
+from tdgpu.data.transforms import Made, Transforms
+from tdgpu.data.views import Index, Step
+from tdgpu.errors import FormatError, InvalidArgument, NotSupported
 from tdgpu.growing import MemmapReader
 from tdgpu.layout.files import Where
 from tdgpu.layout.rows import narrow
@@ -33,8 +36,10 @@ from tdgpu.load import Request
 
 __all__ = ["MemmapDataset"]
 
+_D = TypeVar("_D", bound="MemmapDataset")
 
-class MemmapDataset(Dataset[Any]):
+
+class MemmapDataset(Transforms):
     """The rows of a save, along its first batch dimension, as a map-style dataset.
 
     What it gives is of the saved class, on the CPU, and the caller's own: never a view of a file. It works as it is in
@@ -80,6 +85,12 @@ class MemmapDataset(Dataset[Any]):
         length when it is iterated the next time, and its persistent workers look for themselves when they are asked for
         a row that they do not know.
 
+    Transforms:
+        - :meth:`select`, :meth:`shuffle`, :meth:`sort`, :meth:`shard`, :meth:`train_test_split` and :meth:`rename_keys`
+          give a view of the same save, and copy no rows.
+        - :meth:`map`, :meth:`filter`, :meth:`flatten` and :meth:`concatenate` compute or copy rows, once: the result is
+          found again in the cache, also by another process, as long as rows, function and arguments are the same.
+
     >>> import tempfile, torch
     >>> from tensordict import TensorDict
     >>> from torch.utils.data import DataLoader
@@ -112,7 +123,13 @@ class MemmapDataset(Dataset[Any]):
         self._mark: _Mark | None = None  # of the save, once this has been pickled
         self._classes: list[type] = []
         self._seen: _Seen | None = None
-        self._rows: int | None = None
+        self._rows: int | None = None  # of the save
+        # A view: of each of its rows that of the save, and what was changed about the keys, one after the other: some
+        # that are renamed, or those that are left.
+        self._index: Index | None = None
+        self._changes: tuple[Names | list[Key], ...] = ()
+        self._steps: tuple[Step, ...] = ()
+        self._made: Made | None = None
         self._rows = self._see().rows
 
     # --- what it is ---
@@ -125,23 +142,33 @@ class MemmapDataset(Dataset[Any]):
     @property
     def keys(self) -> list[Key] | None:
         """The nested keys that the rows have, as tuples; None: all."""
-        return None if self._keys is None else list(self._keys)
+        keys = None if self._keys is None else list(self._keys)
+        for change in self._changes:
+            if isinstance(change, list):
+                keys = list(change)
+            elif keys is not None:
+                keys = renamed(keys, change)
+        return keys
 
     @property
     def batch_size(self) -> torch.Size:
         """The batch size of all rows together; a row has it without the first dimension."""
-        return torch.Size(self._see().save.root.batch_size or ())
+        return torch.Size((len(self), *(self._see().save.root.batch_size or ())[1:]))
 
     def __len__(self) -> int:
-        """Rows that were committed when the save was last looked at."""
+        """Rows that were committed when the save was last looked at; of a view, those that it has."""
+        if self._index is not None:
+            return len(self._index)
         assert self._rows is not None
         return self._rows
 
     def __repr__(self) -> str:
-        keys = "" if self._keys is None else f", keys={[key[0] if len(key) == 1 else key for key in self._keys]!r}"
+        shown = self.keys
+        keys = "" if shown is None else f", keys={[key[0] if len(key) == 1 else key for key in shown]!r}"
         subpath = self._arguments["subpath"]
         below = "" if subpath is None else f", subpath={subpath!r}"
-        return f"{type(self).__name__}({self._prefix!r}{keys}{below}, {len(self)} rows)"
+        of = "" if self._index is None else f" of {self._rows}"
+        return f"{type(self).__name__}({self._prefix!r}{keys}{below}, {len(self)}{of} rows)"
 
     # --- rows ---
 
@@ -172,7 +199,7 @@ class MemmapDataset(Dataset[Any]):
             return find(index, len(self))
         except RowIndexError as error:
             # The main process may have refreshed its dataset since it gave this worker a copy of it.
-            if get_worker_info() is not None and self.refresh():
+            if get_worker_info() is not None and self._index is None and self.refresh():
                 return find(index, len(self))
             error.save = self._prefix
             raise
@@ -180,11 +207,15 @@ class MemmapDataset(Dataset[Any]):
     def _one(self, index: int) -> Any:
         """One row, of which it is known that it is there."""
         refuse_fake_mode(self._prefix)
+        if self._index is not None:
+            index = int(self._index[index])
         return self._see().opened().one(index)
 
     def _take(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
         """A batch of rows, of which it is known that they are there."""
         refuse_fake_mode(self._prefix)
+        if self._index is not None:
+            index = self._index[index]
         return self._see().opened().take(index)
 
     # --- the save ---
@@ -196,6 +227,7 @@ class MemmapDataset(Dataset[Any]):
             How many rows were added since.
 
         Raises:
+            InvalidArgument: it is a view with an index, which has the rows that it was made of (a ValueError).
             FormatError: another save stands there now (a RuntimeError).
             SaveNotFound: it is gone (a FileNotFoundError).
             TdgpuError: it cannot be read: see :func:`tdgpu.load_memmap`.
@@ -203,6 +235,11 @@ class MemmapDataset(Dataset[Any]):
         After an error the dataset is what it was before. Copies of it in worker processes do not know of the refresh;
         but see the note on saves that grow, above.
         """
+        if self._index is not None:
+            raise InvalidArgument(
+                "A view has the rows that it was made of: refresh the dataset, and make the view of it again.",
+                save=self._prefix,
+            )
         seen = self._see()
         seen.reader.refresh()
         added = len(seen.reader) - seen.rows
@@ -230,6 +267,8 @@ class MemmapDataset(Dataset[Any]):
         state = reader._seen
         rows = state.rows if rows is None else rows
         save = state.save if self._keys is None else select(state.save, self._keys)
+        for change in self._changes:
+            save = select(save, change) if isinstance(change, list) else rename(save, change)
         for level in save.root.walk():
             for leaf in level.leaves.values():
                 if leaf.is_nested:
@@ -241,6 +280,45 @@ class MemmapDataset(Dataset[Any]):
             # It also checks that every level and leaf has the rows of what holds it.
             save = narrow(save, slice(0, rows))
         return _Seen(reader, save, rows, dataclasses.replace(state, save=save), self._arguments)
+
+    # --- views ---
+
+    def _viewed(self: _D, step: Step, *, rows: Index | None = None, names: Names | None = None) -> _D:
+        """A view: of these rows, whose numbers are known to be right; or under these names."""
+        view = self._again() if names is None else self._changed(names)
+        view._steps = (*self._steps, step)
+        if rows is not None:
+            view._index = rows if self._index is None else self._index[rows]
+        return view
+
+    def _only(self: _D, keys: list[Any]) -> _D:
+        """The same rows with some of their keys."""
+        return self._changed(keys)
+
+    def _whole(self: _D) -> _D:
+        """What this is a view of: all rows, under the keys that they had."""
+        whole = self._again()
+        whole._index, whole._steps = None, ()
+        if self._changes:
+            seen = self._see()
+            whole._changes = ()
+            whole._seen = whole._look(seen.reader, seen.rows)
+        return whole
+
+    def _changed(self: _D, change: Names | list[Key]) -> _D:
+        seen = self._see()
+        view = self._again()
+        view._changes = (*self._changes, change)
+        # Of the save as this has seen it, and not as another view may have.
+        view._seen = view._look(seen.reader, seen.rows)
+        view._mark = None
+        return view
+
+    def _again(self: _D) -> _D:
+        """Another one of the same save, which shares with this what has been opened."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        return view
 
     def _another(self, how: str) -> FormatError:
         return FormatError(

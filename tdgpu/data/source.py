@@ -98,6 +98,9 @@ class Source:
                 error.save = self.prefix
                 raise
             mapping = indices if mapping is None else indices[mapping]
+        index = self._memmap._index
+        if index is not None:
+            mapping = index if mapping is None else index[mapping]
         return mapping
 
 

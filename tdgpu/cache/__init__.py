@@ -1,0 +1,1 @@
+"""What was computed once: how it is named by what it depends on, and where it lies."""
