@@ -37,17 +37,17 @@ TDGPU_API void tdgpu_gather_destroy(Gather** gather) {
     *gather = nullptr;
 }
 
-// Gathers rows, as many as the plan is for, to `address`.
-TDGPU_API int tdgpu_gather_post(const Gather* gather, Readers* readers, const int64_t* rows, uint64_t address,
-                                SharedLoad** read) {
+// Gathers rows, as many as the plan is for, to an address for all chunks or for each.
+TDGPU_API int tdgpu_gather_post(const Gather* gather, Readers* readers, const int64_t* rows, const uint64_t* addresses,
+                                uint32_t count, SharedLoad** read) {
     return guarded([&] {
-        auto load = std::make_shared<Load>(gather->plan(rows, &address, 1), nullptr);
+        auto load = std::make_shared<Load>(gather->plan(rows, addresses, count), nullptr);
         readers->post(load);
         *read = new SharedLoad(std::move(load));
     });
 }
 
-// Likewise in the calling thread; each chunk goes to an address of its own.
+// Likewise in the calling thread.
 TDGPU_API int tdgpu_gather_now(const Gather* gather, const int64_t* rows, const uint64_t* addresses, uint32_t count,
                                SharedLoad** read) {
     return guarded([&] {

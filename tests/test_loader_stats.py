@@ -125,8 +125,8 @@ def test_a_device_that_breaks_down_tells_no_times(sim, save):
     loader = DeviceLoader(save, 24, device="simgpu", resident=False)
     list(loader)
     before = loader.stats().copying
+    sim.fail("cuEventElapsedTime", 0, 700)
     iterator = iter(loader)
     next(iterator)
     torch.accelerator.synchronize()
-    sim.fail("cuEventElapsedTime", 0, 700)
     assert loader.stats().copying == before and not loader._watch._copies

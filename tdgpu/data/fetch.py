@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import time
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -22,18 +23,21 @@ __all__ = ["DeviceFetcher", "Fetch", "Fetcher", "HostFetcher", "ResidentFetcher"
 _CPU = torch.device("cpu")
 
 
+Tensors = Sequence[torch.Tensor]  # of the leaves
+
+
 class Fetch(abc.ABC):
-    """A batch under way.
+    """Batches under way together.
 
     Attributes:
-        count: how many rows.
+        sizes: how many rows each has.
         warm_seconds, cold_seconds: when it is finished, how long threads have gathered what was in memory, and what a
             disk was read for.
         copy_times: when it is finished, what tells how long the device takes to copy it; None where nothing does.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
         self.warm_seconds = self.cold_seconds = 0.0
         self.copy_times: CopyTimes | None = None
 
@@ -42,8 +46,8 @@ class Fetch(abc.ABC):
         """Whether all of its bytes are read, waiting for up to `milliseconds`."""
 
     @abc.abstractmethod
-    def finish(self) -> list[torch.Tensor]:
-        """The tensors of the leaves, once all is read. The device's current stream waits for their copy; the host does
+    def finish(self) -> Iterable[Tensors]:
+        """The tensors of each batch, once all is read. The device's current stream waits for their copy; the host does
         not.
 
         Raises:
@@ -57,8 +61,8 @@ class Fetch(abc.ABC):
     def cancel(self) -> None:
         """Gives the batch up, and returns when nothing writes to its memory any more."""
 
-    def result(self, timeout: float) -> list[torch.Tensor]:
-        """The tensors of the leaves, as soon as they are read.
+    def result(self, timeout: float) -> Iterable[Tensors]:
+        """The tensors of each batch, as soon as they are read.
 
         Args:
             timeout: seconds to wait; 0 for as long as it takes.
@@ -98,11 +102,13 @@ class Fetcher(abc.ABC):
         self.says_device = device if self.has_streams else None
 
     @abc.abstractmethod
-    def start(self, index: np.ndarray) -> Fetch:
-        """Starts to fetch rows.
+    def start(self, index: np.ndarray, sizes: tuple[int, ...]) -> Fetch:
+        """Starts to fetch the rows of some batches.
 
         Args:
-            index: int64, at least one, each at least 0 and below ``rows.form.rows``. It is not changed meanwhile.
+            index: int64, of one batch behind the other, each at least 0 and below ``rows.form.rows``. It is not changed
+                meanwhile.
+            sizes: how many rows each batch has: all but the last one as many.
 
         Raises:
             DeviceError, TransferError: the device refuses.
@@ -116,7 +122,11 @@ class Fetcher(abc.ABC):
 
 
 class HostFetcher(Fetcher):
-    """Batches on the CPU, gathered by threads of their own."""
+    """Batches on the CPU, gathered by threads of their own.
+
+    Each leaf of each batch has memory of its own: whoever hands one to another process, which moves its memory, moves
+    that of nothing else.
+    """
 
     def __init__(self, rows: Rows, threads: int, *, pin: bool, depth: int) -> None:
         super().__init__(rows, _CPU)
@@ -124,15 +134,28 @@ class HostFetcher(Fetcher):
         self._under_way: set[_HostFetch] = set()
         self._readers = native.Readers(threads, keep=self._under_way)
         self._pin = pin
-        self._memory = BatchMemory(depth + 1)
+        self._depth = depth
+        self._memory = BatchMemory()
 
-    def start(self, index: np.ndarray) -> Fetch:
-        nbytes = self.rows.form.layout(len(index)).nbytes
-        is_large = nbytes >= LARGE and not self._pin
-        memory, tensors = self.rows.form.empty(
-            len(index), _CPU, pin=self._pin, memory=self._memory.take(nbytes) if is_large else None
-        )
-        return _HostFetch(self.rows, self._readers, index, memory, tensors, self._under_way)
+    def start(self, index: np.ndarray, sizes: tuple[int, ...]) -> Fetch:
+        # Those under way, that of the program, and two lots of small ones more.
+        self._memory.allow((self._depth + 1) * self.rows.form.row_total * sizes[0] + 3 * self.together_bytes)
+        batches = [self._batch(size) for size in sizes]
+        return _HostFetch(self.rows, self._readers, index, sizes, batches, self._under_way)
+
+    def _batch(self, size: int) -> list[torch.Tensor]:
+        form = self.rows.form
+        tensors = []
+        for leaf, nbytes, (_, shape, strides) in zip(
+            form.leaves, form.row_nbytes, form.layout(size).views, strict=True
+        ):
+            if self._pin or nbytes * size < LARGE:
+                tensor = torch.empty(shape, dtype=leaf.dtype, device=_CPU, pin_memory=self._pin)
+            else:
+                storage = self._memory.take(nbytes * size).untyped_storage()
+                tensor = torch.empty(0, dtype=leaf.dtype, device=_CPU).set_(storage, 0, shape, strides)
+            tensors.append(tensor)
+        return tensors
 
     def close(self) -> None:
         self._readers.close()
@@ -145,18 +168,23 @@ class _HostFetch(Fetch):
         rows: Rows,
         readers: native.Readers,
         index: np.ndarray,
-        memory: torch.Tensor,
-        tensors: list[torch.Tensor],
+        sizes: tuple[int, ...],
+        batches: list[list[torch.Tensor]],
         under_way: set[_HostFetch],
     ) -> None:
-        super().__init__(len(index))
+        super().__init__(sizes)
         self._rows = rows
-        self._tensors = tensors
+        self._batches = batches
         self._under_way = under_way
         self._read: GatheredRead | None = None
-        if tensors and len(index):
+        if rows.form.leaves and len(index):
+            addresses = np.array([tensor.data_ptr() for batch in batches for tensor in batch], np.uint64)
             under_way.add(self)
-            self._read = rows.post(readers, index, memory.data_ptr())
+            try:
+                self._read = rows.post(readers, index, sizes, addresses)
+            except Exception:
+                under_way.discard(self)
+                raise
 
     def is_read(self, milliseconds: int) -> bool:
         if self._read is None:
@@ -166,14 +194,14 @@ class _HostFetch(Fetch):
         self._under_way.discard(self)
         return True
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> Iterable[Tensors]:
         outcome = None if self._read is None else self._read.outcome
         if outcome is not None:
             if outcome.cause:
                 assert self._read is not None
-                self._rows.raise_failure(self.count, self._read.report())
+                self._rows.raise_failure(self.sizes, self._read.report())
             self.warm_seconds, self.cold_seconds = outcome.warm_ns * 1e-9, outcome.cold_ns * 1e-9
-        return self._tensors
+        return self._batches
 
     def cancel(self) -> None:
         if self._read is not None:
@@ -193,15 +221,32 @@ class DeviceFetcher(Fetcher):
         self._most_threads = most_threads
         self._most_chunk_bytes = registry.most_chunk_bytes(device)
 
-    def start(self, index: np.ndarray) -> Fetch:
-        return _DeviceFetch(self.rows, self.device, index, self._most_chunk_bytes, self._most_threads)
+    def start(self, index: np.ndarray, sizes: tuple[int, ...]) -> Fetch:
+        return _DeviceFetch(self.rows, self.device, index, sizes, self._most_chunk_bytes, self._most_threads)
+
+
+def _split(tensors: list[torch.Tensor], sizes: tuple[int, ...]) -> Iterable[Tensors]:
+    """Of tensors of the leaves, the rows of each batch."""
+    if len(sizes) == 1:
+        return (tensors,)
+    if not tensors:
+        return ((),) * len(sizes)
+    # The unsafe split is the one whose parts know nothing of each other: a change in place of one is not seen by
+    # autograd as a change of the others.
+    return zip(*(tensor.unsafe_split(sizes[0]) for tensor in tensors), strict=True)
 
 
 class _DeviceFetch(Fetch):
     def __init__(
-        self, rows: Rows, device: torch.device, index: np.ndarray, most_chunk_bytes: int, most_threads: int
+        self,
+        rows: Rows,
+        device: torch.device,
+        index: np.ndarray,
+        sizes: tuple[int, ...],
+        most_chunk_bytes: int,
+        most_threads: int,
     ) -> None:
-        super().__init__(len(index))
+        super().__init__(sizes)
         self._device = device
         self._tensors: list[torch.Tensor] = []
         self._transfer: Transfer | None = None
@@ -225,7 +270,7 @@ class _DeviceFetch(Fetch):
     def is_read(self, milliseconds: int) -> bool:
         return self._transfer is None or self._transfer.flight.wait_filled(milliseconds)
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> Iterable[Tensors]:
         if self._transfer is not None:
             seconds = self._transfer.flight.gathered()
             if seconds is None:
@@ -235,7 +280,7 @@ class _DeviceFetch(Fetch):
             self.copy_times = self._transfer.flight.copy_times
             self._stream = streams.current_stream(self._device)
             self._transfer.wait()
-        return self._tensors
+        return _split(self._tensors, self.sizes)
 
     def follow(self) -> None:
         if self._transfer is not None and self._stream != streams.current_stream(self._device):
@@ -264,8 +309,8 @@ class ResidentFetcher(Fetcher):
             transfer.wait()
             self._leaves = [transfer.tensor(leaf) for leaf in form.leaves]
 
-    def start(self, index: np.ndarray) -> Fetch:
-        return _ResidentFetch(self, index)
+    def start(self, index: np.ndarray, sizes: tuple[int, ...]) -> Fetch:
+        return _ResidentFetch(self, index, sizes)
 
     def gather(self, index: np.ndarray) -> list[torch.Tensor]:
         """The tensors of a batch, queued on the current stream."""
@@ -290,20 +335,20 @@ def _as_words(rows: torch.Tensor) -> torch.Tensor:
 
 
 class _ResidentFetch(Fetch):
-    def __init__(self, fetcher: ResidentFetcher, index: np.ndarray) -> None:
-        super().__init__(len(index))
+    def __init__(self, fetcher: ResidentFetcher, index: np.ndarray, sizes: tuple[int, ...]) -> None:
+        super().__init__(sizes)
         self._fetcher = fetcher
         self._index = index
 
     def is_read(self, milliseconds: int) -> bool:
         return True
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> Iterable[Tensors]:
         self._tensors = self._fetcher.gather(self._index)
         self._stream = streams.current_stream(self._fetcher.device)
         self._gathered = torch.Event(self._fetcher.device)
         self._gathered.record(self._stream)
-        return self._tensors
+        return _split(self._tensors, self.sizes)
 
     def follow(self) -> None:
         current = streams.current_stream(self._fetcher.device)

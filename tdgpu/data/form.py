@@ -35,10 +35,11 @@ class _Layout(NamedTuple):
     views: list[tuple[int, Shape, Shape]]
 
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
-def remember(known: dict[int, T], count: int, what: T) -> None:
+def remember(known: dict[K, T], count: K, what: T) -> None:
     """Keeps what is known of batches of so many rows: nearly all have the same number, but a sampler may do as it
     likes."""
     if len(known) >= 16:
@@ -90,26 +91,16 @@ class BatchForm:
         """
         return self._make(tensors, count, device)
 
-    def empty(
-        self, count: int, device: torch.device, *, pin: bool = False, memory: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Memory for a batch: all of it, and the tensor of each leaf, which are not filled.
+    def empty(self, count: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Memory on a device for so many rows: all of it, and the tensor of each leaf, which are not filled.
 
         The tensors share that memory, but nothing else: one may be changed in place without autograd minding the rest.
-
-        Args:
-            count: rows.
-            device: where.
-            pin: whether memory on the host is pinned.
-            memory: the memory, of ``layout(count).nbytes`` bytes; None: it is made.
         """
         # The device is always given: torch.set_default_device is not meant for this.
-        if len(self.leaves) == 1 and memory is None:
-            shape = (count, *self.row_shapes[0])
-            only = torch.empty(shape, dtype=self.leaves[0].dtype, device=device, pin_memory=pin)
+        if len(self.leaves) == 1:
+            only = torch.empty((count, *self.row_shapes[0]), dtype=self.leaves[0].dtype, device=device)
             return only, [only]
-        if memory is None:
-            memory = torch.empty(self.layout(count).nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
+        memory = torch.empty(self.layout(count).nbytes, dtype=torch.uint8, device=device)
         storage = memory.untyped_storage()
         return memory, [
             torch.empty(0, dtype=leaf.dtype, device=device).set_(storage, offset, shape, strides)

@@ -8,14 +8,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
 
 from tdgpu.data.arguments import refuse_fake_mode
-from tdgpu.data.fetch import Fetch, Fetcher
+from tdgpu.data.fetch import Fetch, Fetcher, Tensors
 from tdgpu.data.indexing import rows_at
 from tdgpu.data.schedule import Epoch, Run
 from tdgpu.data.stats import Stopwatch
@@ -151,9 +151,10 @@ class LoaderIterator(Iterator[Any]):
             raise ForkError("This iterator is the parent process's: make one of the loader here.")
         if self._holder == threading.get_ident():
             raise TdgpuError("A batch was asked for while this thread was asking for one (in a signal handler?).")
+        ident = threading.get_ident()
         try:
             with self._lock:
-                self._holder = threading.get_ident()
+                self._holder = ident
                 try:
                     return self._asked()
                 finally:
@@ -170,39 +171,42 @@ class LoaderIterator(Iterator[Any]):
         asked = time.perf_counter()
         if self._answered is not None:
             self._watch.worked(asked - self._answered)
+        part = None
         try:
             with self._range("tdgpu.DeviceLoader.next"):
                 part = self._next()
-            self._watch.waited(time.perf_counter() - asked)
+            came = self._answered = time.perf_counter()
+            self._watch.waited(came - asked)
             if not isinstance(part, _Built):
                 return part
-            came = time.perf_counter()
-            self.progress.held_back += 1  # handed out when it is finished
             try:
                 part.fetch.follow()
                 finished = self._finished(part)
             except BaseException:
                 self._watch.taken_back(part.size, self._fetcher.rows.form.row_total)
                 raise
-            self.progress.held_back -= 1
             self._watch.worked(time.perf_counter() - came)  # collate_fn and transform are the program's
+            self._answered = time.perf_counter()
+            self.progress.held_back -= 1
             return finished
-        except BatchTimeout:
-            self._watch.waited(time.perf_counter() - asked)
-            raise  # it may be asked for again
         except BaseException as error:
+            if isinstance(error, BatchTimeout) and part is None:
+                self._answered = time.perf_counter()
+                self._watch.waited(self._answered - asked)
+                raise  # it may be asked for again
             if isinstance(error, LoadError):
                 self._loader._forget(self._fetcher)
             self.close()
             raise
-        finally:
-            self._answered = time.perf_counter()
 
     def _next(self) -> Any:
         while True:
+            # Of one that is to be finished first, nobody is to read that it was handed out, at whatever moment.
+            self.progress.held_back += not self._hands_out_at_once
             try:
                 return self._waiting.popleft()
             except IndexError:  # at last, or other threads took what was built
+                self.progress.held_back -= not self._hands_out_at_once
                 if self.is_over:  # closed meanwhile, by a signal handler or another thread
                     raise StopIteration from None
             if torch.is_inference_mode_enabled():
@@ -224,7 +228,7 @@ class LoaderIterator(Iterator[Any]):
             raise StopIteration
         fetch, run = self._under_way[0]
         try:
-            tensors = fetch.result(self._loader.timeout)
+            parts = fetch.result(self._loader.timeout)
         except TdgpuError:
             if self.is_over:  # closed meanwhile: it was given up half read
                 raise StopIteration from None
@@ -236,19 +240,11 @@ class LoaderIterator(Iterator[Any]):
         # Before anything else is done with these, so that the threads have work meanwhile. Of batches that are fetched
         # together, two lots are to be under way while one is handed out: then the threads never run out of them.
         self._fill(self._depth if self._together == 1 else max(self._depth, 2 * self._together))
-        self._build(fetch, run, tensors)
+        self._build(fetch, run, parts)
 
-    def _build(self, fetch: Fetch, run: Run, tensors: list[torch.Tensor]) -> None:
+    def _build(self, fetch: Fetch, run: Run, parts: Iterable[Tensors]) -> None:
         form, device = self._fetcher.rows.form, self._fetcher.says_device
         batches = len(run.sizes)
-        if batches == 1:
-            parts: Iterable[Sequence[torch.Tensor]] = (tensors,)
-        elif tensors:
-            # Of each leaf the rows of each batch. The unsafe split is the one whose parts know nothing of each other:
-            # a change in place of one is not seen by autograd as a change of the others.
-            parts = zip(*(tensor.unsafe_split(run.sizes[0]) for tensor in tensors), strict=True)
-        else:
-            parts = ((),) * batches
         is_plain, built, begin = self._hands_out_at_once, list[Any](), 0
         for size, part in zip(run.sizes, parts, strict=True):
             batch = form.build(part, size, device)
@@ -306,7 +302,7 @@ class LoaderIterator(Iterator[Any]):
         # Whatever was refreshed since, this iterator has the rows that there were when it was made.
         if self._mapping is not None or self._length != rows:
             index = rows_at(index, rows)
-        self._under_way.append((self._fetcher.start(index), run))
+        self._under_way.append((self._fetcher.start(index, tuple(run.sizes)), run))
 
     @staticmethod
     def _range(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -326,9 +322,11 @@ class LoaderIterator(Iterator[Any]):
 
     def _end(self) -> None:
         """Lets go of everything, unless a thread is in the middle of ``next``, which does it then."""
+        ident = threading.get_ident()
         if not self._lock.acquire(blocking=False):
             return
         try:
+            self._holder = ident
             while self._under_way:
                 self._under_way[-1][0].cancel()
                 self._under_way.pop()
@@ -337,6 +335,7 @@ class LoaderIterator(Iterator[Any]):
             if not self._loader.persistent_workers:
                 self._fetcher.close()
         finally:
+            self._holder = None
             self._lock.release()
 
     def _drop(self) -> None:

@@ -23,10 +23,10 @@ class BatchMemory:
     """Blocks of host memory. A block comes back when the last tensor on it is gone, whoever held it.
 
     Args:
-        most: blocks that are kept for later.
+        most: bytes of the blocks that are kept for later, together.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int = 0) -> None:
         self._most = [most]  # shared with those that are out
         self._idle: collections.deque[np.ndarray] = collections.deque()
         self._out: dict[int, weakref.ref[np.ndarray]] = {}
@@ -44,11 +44,16 @@ class BatchMemory:
 
         def give_back(_: object) -> None:
             out.pop(key, None)
-            if len(idle) < most[0]:
+            if sum(map(len, idle.copy())) + len(block) <= most[0]:
                 idle.append(block)
 
         self._out[key] = weakref.ref(lent, give_back)
         return memory
+
+    def allow(self, most: int) -> None:
+        """Keeps so many bytes from now on, if that is more than before."""
+        if self._most[0] < most:
+            self._most[0] = most
 
     def close(self) -> None:
         """Keeps nothing any more, and what comes back neither."""
@@ -68,8 +73,8 @@ class BatchMemory:
                 found = block
             else:
                 passed_over.append(block)
-        if found is None and passed_over and len(passed_over) >= self._most[0]:
-            passed_over.pop()  # what nobody has wanted for longest makes room for what is
+        if found is None and sum(map(len, passed_over)) + nbytes > self._most[0]:
+            del passed_over[-1:]  # what nobody has wanted for longest makes room for what is
         if passed_over:
             self._idle.extend(reversed(passed_over))
         return np.empty(nbytes, np.uint8) if found is None else found

@@ -42,7 +42,7 @@ class Rows:
         self.files: native.Files = []
         self._inflated: dict[int, torch.Tensor] = {}
         self.sources: list[RowSource] = []
-        self._gathers: dict[int, Gather] = {}
+        self._gathers: dict[tuple[int, ...], Gather] = {}
         self._plans: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
         if not form.rows:
             return
@@ -89,26 +89,43 @@ class Rows:
         ]
         if count and tensors:
             addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
-            begins = addresses - np.array(form.layout(count).offsets, np.uint64)  # of the batch, for each leaf another
-            self.raise_failure(count, self._gather(count).now(index, begins).report())
+            self.raise_failure((count,), self._gather((count,)).now(index, addresses).report())
         return form.build(tensors, count, None)
 
-    def post(self, readers: native.Readers, index: np.ndarray, address: int) -> GatheredRead:
-        """Starts to gather rows into memory on the host.
+    def post(
+        self, readers: native.Readers, index: np.ndarray, sizes: tuple[int, ...], addresses: np.ndarray
+    ) -> GatheredRead:
+        """Starts to gather the rows of some batches into memory on the host.
 
         Args:
             readers: whose threads do it.
-            index: which rows, int64, at least one.
-            address: of the memory of a batch, which stays until it is over.
+            index: which rows, int64, of one batch behind the other.
+            sizes: how many of them each batch has, at least one.
+            addresses: of the memory of each leaf of each batch (uint64), which stays until it is over.
         """
-        return self._gather(len(index)).post(readers, index, address)
+        return self._gather(sizes).post(readers, index, addresses)
 
-    def _gather(self, count: int) -> Gather:
-        found = self._gathers.get(count)
+    def _gather(self, sizes: tuple[int, ...]) -> Gather:
+        found = self._gathers.get(sizes)
         if found is None:
-            found = Gather(Work([], *self._plan(count, None), _NO_RUNS, 0, self.sources), count)
-            remember(self._gathers, count, found)
+            found = Gather(Work([], *self._plan_apart(sizes), _NO_RUNS, 0, self.sources), sum(sizes))
+            remember(self._gathers, sizes, found)
         return found
+
+    def _plan_apart(self, sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """The pieces and chunks of some batches. Each leaf of each is a chunk, and has memory of its own."""
+        pieces: list[tuple[int, ...]] = []
+        chunks: list[tuple[int, ...]] = []
+        begin = 0
+        for size in sizes:
+            for number, nbytes in enumerate(self.form.row_nbytes):
+                first, per_piece = len(pieces), max(1, PIECE_BYTES // nbytes)
+                for row in range(0, size, per_piece):
+                    part = nbytes * min(per_piece, size - row)
+                    pieces.append((begin + row, part, nbytes * row, number, 0, GATHERED, number))
+                chunks.append((0, nbytes * size, first, len(pieces) - first, 0, 0))
+            begin += size
+        return np.array(pieces, PIECE), np.array(chunks, CHUNK)
 
     def work(self, index: np.ndarray, address: int, most_chunk_bytes: int, most_threads: int) -> Work:
         """What the core is to do to gather rows for a device.
@@ -132,28 +149,25 @@ class Rows:
         chunks["destination"] += np.uint64(address)
         return Work(self.files, pieces, chunks, _NO_RUNS, most_threads, self.sources, index)
 
-    def _plan(self, count: int, most_chunk_bytes: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """The pieces and chunks of a batch of so many rows, whose memory begins at 0. Without a limit, each leaf is a
-        chunk."""
+    def _plan(self, count: int, most_chunk_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+        """The pieces and chunks of so many rows for a device, in one piece of memory that begins at 0."""
         pieces: list[tuple[int, ...]] = []
         chunks: list[tuple[int, ...]] = []
         start, first = 0, 0  # of the chunk that is being filled: its place, and its first piece
         end = 0
         offsets = self.form.layout(count).offsets
         for number, (offset, nbytes) in enumerate(zip(offsets, self.form.row_nbytes, strict=True)):
-            if most_chunk_bytes is not None and nbytes > most_chunk_bytes:
+            if nbytes > most_chunk_bytes:
                 raise NotSupported(
                     f"A row of {nbytes} bytes does not fit in a quarter of the staging ring: set the option ring_bytes"
                     f" to at least {4 * nbytes} before the device is first used.",
                     save=self.form.save.prefix, key=self.form.leaves[number].key,
                 )  # fmt: skip
-            most = PIECE_BYTES if most_chunk_bytes is None else min(PIECE_BYTES, most_chunk_bytes)
-            per_piece = max(1, most // nbytes)
+            per_piece = max(1, min(PIECE_BYTES, most_chunk_bytes) // nbytes)
             for row in range(0, count, per_piece):
                 size = nbytes * min(per_piece, count - row)
                 place = offset + nbytes * row
-                is_full = row == 0 if most_chunk_bytes is None else place + size - start > most_chunk_bytes
-                if is_full and len(pieces) > first:
+                if place + size - start > most_chunk_bytes and len(pieces) > first:
                     chunks.append((start, end - start, first, len(pieces) - first, 0, 0))
                     start, first = place, len(pieces)
                 end = place + size
@@ -161,8 +175,8 @@ class Rows:
         chunks.append((start, end - start, first, len(pieces) - first, 0, 0))
         return np.array(pieces, PIECE), np.array(chunks, CHUNK)
 
-    def raise_failure(self, count: int, report: native.Report) -> None:
-        """Raises what a gather of so many rows has met with.
+    def raise_failure(self, sizes: tuple[int, ...], report: native.Report) -> None:
+        """Raises what a gather of batches of so many rows has met with.
 
         Raises:
             LoadError: it names the file.
@@ -172,7 +186,7 @@ class Rows:
         save = self.form.save.prefix
         if report.piece < 0:
             raise LoadError(f"Rows could not be gathered: {report.message}", save=save)
-        number = int(self._gather(count).work.pieces[report.piece]["leaf"])
+        number = int(self._gather(sizes).work.pieces[report.piece]["leaf"])
         leaf = self.form.leaves[number]
         packed = None if leaf.extent is None else leaf.extent.packed
         raise failed_piece(report, save, leaf.key, self.files[number][0], packed)

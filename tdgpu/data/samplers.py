@@ -187,8 +187,12 @@ class Given:
 
     def checksum(self) -> int:
         """Of the batches that were handed out."""
-        position = self.progress.position
-        return next(checksum for number, checksum in self._checksums.copy() if number == position)
+        while True:
+            position = self.progress.position
+            for number, checksum in self._checksums.copy():
+                if number == position:
+                    return checksum
+            # Another thread has got a batch meanwhile.
 
 
 def _add(checksum: int, batch: Any) -> int:

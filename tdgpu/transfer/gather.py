@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, byref, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_int, c_int64, c_uint32, c_void_p
 
 import numpy as np
 
@@ -16,7 +16,7 @@ declare(
     {
         "tdgpu_gather_create": (c_int, POINTER(PlanView), c_uint32, POINTER(c_void_p)),
         "tdgpu_gather_destroy": (None, POINTER(c_void_p)),
-        "tdgpu_gather_post": (c_int, c_void_p, c_void_p, c_void_p, c_uint64, POINTER(c_void_p)),
+        "tdgpu_gather_post": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_uint32, POINTER(c_void_p)),
         "tdgpu_gather_now": (c_int, c_void_p, c_void_p, c_void_p, c_uint32, POINTER(c_void_p)),
         "tdgpu_read_outcome": (c_int, c_void_p, c_int64, POINTER(LoadReport)),
     }
@@ -63,23 +63,23 @@ class Gather:
         if self._handle.value is not None:
             core().tdgpu_gather_destroy(byref(self._handle))
 
-    def post(self, readers: Readers, rows: np.ndarray, address: int) -> GatheredRead:
-        """Starts to gather rows (int64) into memory, which is valid until it is over.
+    def post(self, readers: Readers, rows: np.ndarray, addresses: np.ndarray) -> GatheredRead:
+        """Starts to gather rows (int64) into memory, which is valid until it is over: each chunk to where the
+        destinations of all chunks would be counted from (uint64).
 
         Raises:
             TransferError: the threads have ended.
         """
         read = GatheredRead()
-        where = self._address(rows)
-        check(
-            core().tdgpu_gather_post(self._handle, readers.handle, where, address, byref(read.handle)),
-            "The read cannot begin",
+        where, places = self._address(rows), addresses.ctypes.data
+        cause = core().tdgpu_gather_post(
+            self._handle, readers.handle, where, places, len(addresses), byref(read.handle)
         )
+        check(cause, "The read cannot begin")
         return read
 
     def now(self, rows: np.ndarray, addresses: np.ndarray) -> GatheredRead:
-        """Gathers rows (int64) in the calling thread, which nothing interrupts, each chunk to where the destinations
-        of all chunks would be counted from (uint64)."""
+        """Likewise in the calling thread, which nothing interrupts."""
         read = GatheredRead()
         where = self._address(rows)
         cause = core().tdgpu_gather_now(self._handle, where, addresses.ctypes.data, len(addresses), byref(read.handle))
