@@ -636,3 +636,12 @@ def test_what_a_walk_could_not_hash_does_not_spoil_what_comes_after():
         one.digest(value, ordered=True)
     value[1] = 2
     assert one.digest(value, ordered=True) == walk().digest(value, ordered=True)
+
+
+def test_what_copy_remembers_on_a_class_does_not_count():
+    class Point:
+        __slots__ = ("x",)
+
+    before = Hasher.hash(Point)
+    copy.copy(Point())
+    assert "__slotnames__" in Point.__dict__ and Hasher.hash(Point) == before

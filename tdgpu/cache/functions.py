@@ -27,7 +27,7 @@ _ABOUT_ITSELF = frozenset(
     {
         "__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__abstractmethods__", "_abc_impl",
         "__firstlineno__", "__static_attributes__", "__annotations_cache__", "__name__", "__file__", "__cached__",
-        "__loader__", "__spec__", "__path__", "__package__", "__builtins__", "__warningregistry__",
+        "__slotnames__", "__loader__", "__spec__", "__path__", "__package__", "__builtins__", "__warningregistry__",
     }
 )  # fmt: skip
 #: What is said of types. It is told by its text: evaluating it could run anything.
