@@ -16,7 +16,8 @@ from tdgpu.archives.unpacking import unpack_memmap
 from tdgpu.archives.verifying import verify_memmap
 from tdgpu.cache.explain import Explanation, explain
 from tdgpu.cache.fingerprint import fingerprint
-from tdgpu.cache.hasher import Hasher
+from tdgpu.cache.hasher import FingerprintWarning, Hasher
+from tdgpu.cache.locks import CacheWarning
 from tdgpu.cache.switch import disable_caching, enable_caching, is_caching_enabled
 from tdgpu.data.dataset import MemmapDataset
 from tdgpu.data.iterable import IterableMemmapDataset
@@ -24,7 +25,7 @@ from tdgpu.data.loader import DeviceLoader
 from tdgpu.data.orders import PermutationSampler, WeightedSampler
 from tdgpu.data.progress import progress
 from tdgpu.data.stats import LoaderStats
-from tdgpu.errors import TdgpuError
+from tdgpu.errors import TdgpuError, TransformError
 from tdgpu.growing import MemmapReader
 from tdgpu.layout.commit import RecoveryReport
 from tdgpu.load import load_memmap
@@ -34,8 +35,10 @@ from tdgpu.transfer import LoadFuture, LoadProgress, synchronize
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheWarning",
     "DeviceLoader",
     "Explanation",
+    "FingerprintWarning",
     "Hasher",
     "IterableMemmapDataset",
     "LoadFuture",
@@ -47,6 +50,7 @@ __all__ = [
     "PermutationSampler",
     "RecoveryReport",
     "TdgpuError",
+    "TransformError",
     "WeightedSampler",
     "__version__",
     "append_memmap",

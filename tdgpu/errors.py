@@ -15,6 +15,7 @@ too short [key 'obs'; file /data/run/obs.memmap; wanted 40 bytes, found 7; save 
 from __future__ import annotations
 
 import os
+import sys
 import zipfile
 from typing import Any
 
@@ -48,6 +49,7 @@ __all__ = [
     "SubpathError",
     "TdgpuError",
     "TransferError",
+    "TransformError",
     "UnknownClassError",
     "UnknownKeyError",
 ]
@@ -270,3 +272,21 @@ class NativeCoreError(TdgpuError, ImportError):
     """The native core is missing or does not fit this version of the Python package."""
 
     __str__ = TdgpuError.__str__
+
+
+class TransformError(TdgpuError, RuntimeError):
+    """A function has raised an exception, which is ``__cause__``; or its results, or rows, cannot be stored.
+
+    The message names the rows. Nothing was left in the cache.
+    """
+
+
+def user_level() -> int:
+    """The ``stacklevel`` at which a warning of the caller points at the code that called tdgpu."""
+    package = os.path.dirname(os.path.abspath(__file__))
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package + os.sep):
+        frame = frame.f_back
+        level += 1
+    return level

@@ -617,7 +617,7 @@ def test_a_full_disk_leaves_nothing_and_the_error_names_the_result(tmp_path):
         assert contents(obtain(wanted(), make).path) == FILES
 
 
-@pytest.mark.parametrize("function", ["_sync", "_dump", "sync_directory"])
+@pytest.mark.parametrize("function", ["sync_file", "_dump", "sync_directory"])
 def test_a_disk_that_is_full_or_fails_when_the_result_is_complete_leaves_nothing(root, monkeypatch, function):
     def fail(path: Path, *_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -240,3 +240,29 @@ def test_fingerprints_that_differ_beyond_the_parts_that_are_kept():
     before, after = (Fingerprint(digit * 16, {"transform": "map"}) for digit in "12")
     obtain(before, make)
     assert "very many parts" in explain(after).reason
+
+
+def of_map(dataset: Any, function: Callable[[Any], Any] = lambda row: {"y": row["a"] + 1}) -> Explanation:
+    """Why the result of a map was built, or was there."""
+    return explain(dataset.map(function).fingerprint)
+
+
+def test_what_has_made_a_map_compute_again(tmp_path):
+    dataset = saved(tmp_path / "save", a=torch.arange(3), n={"b": torch.zeros(3)})
+    assert of_map(dataset).closest is None
+    with open(tmp_path / "save" / "n" / "b.memmap", "r+b") as file:
+        file.write(b"\x01")
+    assert of_map(dataset).changes == ("source: content of leaf `n/b`",)
+    assert of_map(dataset.select([0, 2])).changes == ("source: step 1, select: new",)
+    assert of_map(dataset.select([2, 0])).changes == ("source: step 1, select",)
+    assert of_map(dataset, lambda row: {"y": row["a"] + 2}).changes == ("code of argument `function`",)
+
+
+def test_autocast_is_part_of_what_a_function_finds():
+    before = mapped()
+    with torch.autocast("cpu", torch.bfloat16):
+        after = mapped()
+        with torch.autocast("cpu", torch.float16):
+            other = mapped()
+    assert len({before.digest, after.digest, other.digest}) == 3 and mapped() == before
+    assert [name.partition(":")[0] for name in changes(before, after)] == ["autocast"]

@@ -486,8 +486,8 @@ def test_the_version_of_a_library_counts(monkeypatch):
         ]
 
     before = versions()
-    real = origin.library
-    monkeypatch.setattr(origin, "library", lambda name: real(name) and f"{real(name)}.post1")
+    real = origin.release_of
+    monkeypatch.setattr(origin, "release_of", lambda name: real(name) and f"{real(name)}.post1")
     assert all(new != old for new, old in zip(versions(), before, strict=True))
 
 

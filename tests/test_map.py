@@ -20,8 +20,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 
 import tdgpu
 from tdgpu import MemmapDataset
-from tdgpu.cache.failed import TransformError
-from tdgpu.errors import InvalidArgument, InvalidArgumentType, SaveExists, UnknownKeyError
+from tdgpu.errors import InvalidArgument, InvalidArgumentType, SaveExists, TransformError, UnknownKeyError
 from tdgpu.options import options
 
 ROWS = 50

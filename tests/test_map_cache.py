@@ -20,9 +20,9 @@ from tensordict import TensorDict
 import tdgpu
 from tdgpu import MemmapDataset
 from tdgpu.cache import copying, switch
-from tdgpu.cache.failed import TransformError
 from tdgpu.cache.fingerprint import fingerprint
 from tdgpu.cache.hasher import FingerprintWarning
+from tdgpu.errors import TransformError
 from tdgpu.options import options
 
 ROOT = Path(__file__).parents[1]

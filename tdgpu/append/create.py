@@ -15,7 +15,7 @@ from tensordict import is_tensor_collection
 
 from tdgpu.errors import AppendError, InvalidArgument, InvalidArgumentType, SaveExists, TdgpuError
 from tdgpu.layout import objects, reader
-from tdgpu.layout.commit import sync_directory
+from tdgpu.layout.commit import sync_directory, sync_tree
 from tdgpu.layout.growth import Growing, growing, match
 from tdgpu.layout.tree import Kind
 
@@ -62,7 +62,7 @@ def create_empty(prefix: str | os.PathLike[str], example_row: Any, *, durable: b
             _take_rows_away(save, has_rows=bool(example_row.batch_dims))
             _check(save)
             if durable:
-                _sync(save)
+                sync_tree(save)
             try:
                 os.rename(save, path)
             except OSError as error:
@@ -119,14 +119,3 @@ def _check(path: str) -> Growing:
     with contextlib.closing(save):
         objects.resolve(save, True)
         return growing(save)
-
-
-def _sync(directory: str) -> None:
-    for parent, _, files in os.walk(directory):
-        for name in files:
-            descriptor = os.open(os.path.join(parent, name), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_directory(parent)

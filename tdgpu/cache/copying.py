@@ -16,7 +16,7 @@ from tdgpu.cache.failed import named
 from tdgpu.cache.writing import Writer
 from tdgpu.data.dataset import MemmapDataset
 from tdgpu.errors import InvalidArgumentType, SaveExists
-from tdgpu.layout.commit import sync_directory
+from tdgpu.layout.commit import sync_directory, sync_tree
 from tdgpu.options import get as get_options
 
 __all__ = ["concatenate", "flatten", "save_to_disk"]
@@ -59,7 +59,7 @@ def save_to_disk(dataset: Any, path: str | os.PathLike[str], *, progress: bool) 
         save = os.path.join(directory, "save")
         _copy([dataset], save, "saving" if progress else None)
         if get_options().durable:
-            _sync(save)
+            sync_tree(save)
         try:
             os.rename(save, target)
         except OSError as error:
@@ -86,14 +86,3 @@ def _copy(datasets: Iterable[Any], path: str | os.PathLike[str], bar: str | None
     except BaseException:
         writer.give_up()
         raise
-
-
-def _sync(directory: str) -> None:
-    for parent, _, files in os.walk(directory):
-        for name in files:
-            descriptor = os.open(os.path.join(parent, name), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_directory(parent)

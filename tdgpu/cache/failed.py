@@ -1,20 +1,13 @@
-"""What goes wrong in a transform: :class:`TransformError`."""
+"""How a transform's errors name rows."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-from tdgpu.errors import TdgpuError
+from tdgpu.errors import TdgpuError, TransformError
 
-__all__ = ["TransformError", "named", "writing"]
-
-
-class TransformError(TdgpuError, RuntimeError):
-    """A function has raised an exception, which is ``__cause__``; or its results, or rows, cannot be stored.
-
-    The message names the rows. Nothing was left in the cache.
-    """
+__all__ = ["named", "writing"]
 
 
 def named(first: int, count: int) -> str:

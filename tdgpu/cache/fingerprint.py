@@ -101,8 +101,8 @@ def combine(previous: str, transform: str, arguments: Mapping[str, object]) -> F
     Warns:
         FingerprintWarning: once, with all that cannot be hashed.
 
-    The versions of torch and of tensordict, and torch's default dtype and device, count too: a function finds them in
-    its rows, and in the tensors that it makes, without naming them.
+    The versions of torch and of tensordict, torch's default dtype and device, and autocast count too: a function finds
+    them in its rows, and in the tensors that it makes, without naming them.
     """
     parts = {"source": previous, "transform": transform, **_surroundings()}
     digests = [str(FORMAT).encode(), *(text.encode() for item in parts.items() for text in item)]
@@ -134,7 +134,19 @@ def _surroundings() -> dict[str, str]:
         "tensordict": version("tensordict"),
         "torch's default dtype": str(torch.get_default_dtype()),
         "torch's default device": str(torch.get_default_device()),
+        "autocast": ", ".join(_autocast()),
     }
+
+
+def _autocast() -> Iterator[str]:
+    """The types of device that autocast is on for, with the dtype: operations compute in another one then."""
+    accelerator = torch.accelerator.current_accelerator()
+    for kind in ("cpu", *(() if accelerator is None else (accelerator.type,))):
+        try:
+            if torch.is_autocast_enabled(kind):
+                yield f"{kind} {torch.get_autocast_dtype(kind)}"
+        except RuntimeError:  # a device that has none
+            continue
 
 
 def _parts(one: Walk, roots: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:

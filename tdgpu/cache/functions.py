@@ -64,7 +64,7 @@ def _named(value: Any, module: str | None = None, name: str | None = None) -> De
     name = getattr(value, "__qualname__", None) if name is None else name
     if not isinstance(module, str) or not isinstance(name, str):
         return None
-    version = origin.library(module)
+    version = origin.release_of(module)
     if version is None:
         return None
     found: Any = sys.modules.get(module)
@@ -101,7 +101,7 @@ def _function(function: types.FunctionType, _ordered: bool) -> Description:
     if function.__globals__ is functools.__dict__ and "registry" in function.__dict__:
         # A singledispatch. Its closure remembers what was dispatched; what it depends on is what is registered.
         return Description(b"function", [*items, Ref(dict(function.__dict__["registry"]), ".registry", False)])
-    version = origin.library(str(function.__globals__.get("__name__")))
+    version = origin.release_of(str(function.__globals__.get("__name__")))
     is_library = version is not None and origin.module_of(function.__globals__) is not None
     found = None if is_library else reads(code)
     items += _closure(function, found)
@@ -237,7 +237,7 @@ def _through(module: types.ModuleType, edge: str, chain: tuple[str, ...]) -> lis
 
 def _of_module(module: types.ModuleType, value: Any, edge: str) -> Iterator[bytes | Ref]:
     """What a module has under a name: of a library, its constants, and what the user has put there."""
-    version = origin.library(module.__name__)
+    version = origin.release_of(module.__name__)
     if version is None:
         yield Ref(value, edge)
         return
@@ -245,7 +245,7 @@ def _of_module(module: types.ModuleType, value: Any, edge: str) -> Iterator[byte
     home = value.__globals__.get("__name__") if isinstance(value, types.FunctionType) else None
     if isinstance(value, type):
         home = value.__module__
-    if scalar(value) is not None or (home is not None and origin.library(str(home)) is None):
+    if scalar(value) is not None or (home is not None and origin.release_of(str(home)) is None):
         yield Ref(value, edge)
 
 
@@ -261,9 +261,9 @@ def _builtin(function: types.BuiltinFunctionType, _ordered: bool) -> Description
     owner = function.__self__
     if owner is None or isinstance(owner, types.ModuleType):
         module = str(function.__module__ or getattr(owner, "__name__", ""))
-        return described("builtin", _token(origin.library(module)), _token(module), _token(function.__qualname__))
+        return described("builtin", _token(origin.release_of(module)), _token(module), _token(function.__qualname__))
     if isinstance(owner, type) and owner.__module__ is not None:
-        version = origin.library(owner.__module__)
+        version = origin.release_of(owner.__module__)
         if version is not None:
             return described("builtin of a class", _token(version), _token(owner.__module__),
                              _token(owner.__qualname__), _token(function.__name__))  # fmt: skip
@@ -279,7 +279,7 @@ def _bound_in_module(method: Any) -> Description | None:
     names = {module, module.partition(".")[0], ".".join(module.split(".")[:2])}
     for name in sorted(names):
         offered = _attribute(sys.modules.get(name), method.__name__)
-        version = origin.library(name)
+        version = origin.release_of(name)
         if version is not None and type(offered) is type(method) and offered == method:
             return described("of a library", _token(version), _token(name), _token(method.__name__))
     return None
@@ -340,14 +340,14 @@ def describe_class(cls: type, _ordered: bool) -> Description:
     if named is not None:
         return named
     if cls.__flags__ & (1 << 9) == 0:  # not made by a class statement: a module in C has it, and no place names it
-        version = origin.library(str(cls.__module__)) or ""
+        version = origin.release_of(str(cls.__module__)) or ""
         return described("class in C", _token(version), _token(str(cls.__module__)), _token(cls.__qualname__))
     bases = (Ref(base, f".__bases__[{i}]") for i, base in enumerate(cls.__bases__))
     return described(f"class {cls.__name__}", *_contents(dict(cls.__dict__), "."), Ref(type(cls), ".__class__"), *bases)
 
 
 def _module(module: types.ModuleType, _ordered: bool) -> Description:
-    version = origin.library(module.__name__)
+    version = origin.release_of(module.__name__)
     if version is not None:
         return described("library", _token(version), _token(module.__name__))
     return Description(b"module", _contents(module.__dict__, "."))
@@ -377,7 +377,7 @@ def refuse_operator(value: Any, namespace: str) -> None:
 def _operator(value: Any, _ordered: bool) -> Description:
     name = str(value)
     refuse_operator(value, name.partition(".")[0])
-    return described("operator", _token(origin.library("torch")), _token(name))
+    return described("operator", _token(origin.release_of("torch")), _token(name))
 
 
 def _refuse(value: Any, _ordered: bool) -> Description:

@@ -11,7 +11,7 @@ import xxhash
 
 from tdgpu.cache.graph import Unhashable
 from tdgpu.cache.values import walk
-from tdgpu.layout.objects import _user_level
+from tdgpu.errors import user_level
 
 __all__ = ["FingerprintWarning", "Hasher", "explained", "random_digest", "short"]
 
@@ -78,7 +78,7 @@ def warn(what: str) -> None:
     warnings.warn(
         f"{what}. Its fingerprint is random, so what is computed with it will not be found in the cache again.",
         FingerprintWarning,
-        stacklevel=_user_level(),
+        stacklevel=user_level(),
     )
 
 

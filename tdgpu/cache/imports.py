@@ -54,7 +54,7 @@ class _Sources:
             if spec is None or spec.origin in ("built-in", "frozen"):
                 found.append(b"missing" if spec is None else b"python")
                 continue
-            version = None if spec.origin is None else origin.library_of_file(spec.origin, full)
+            version = None if spec.origin is None else origin.release_of_file(spec.origin, full)
             if version is not None or spec.origin is None:
                 found.append(str(version).encode())
                 continue

@@ -7,16 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tdgpu.cache import budget, directory, place, record
-from tdgpu.cache.failed import TransformError
+from tdgpu.cache import budget, directory, parts, place, record
 from tdgpu.cache.fingerprint import Fingerprint, combine
-from tdgpu.cache.graph import Unhashable
-from tdgpu.cache.hasher import explained, random_digest, short, warn
 from tdgpu.cache.record import Record
-from tdgpu.cache.values import walk
 from tdgpu.data.dataset import MemmapDataset
 from tdgpu.data.transforms import Made
-from tdgpu.errors import InvalidArgument, InvalidArgumentType
+from tdgpu.errors import InvalidArgument, InvalidArgumentType, TransformError
 
 __all__ = ["Plan", "clean_up", "digest", "look", "plan"]
 
@@ -30,12 +26,17 @@ class Look(NamedTuple):
     Attributes:
         digest: its fingerprint.
         origin: the fingerprint of the save that it comes from, in however many steps.
-        unhashable: what of it cannot be hashed, in words; the digest is random then. None: all can be.
+        source: the fingerprint of what it is a view of, with a part for each leaf and each step since.
     """
 
     digest: str
     origin: str
-    unhashable: str | None
+    source: Fingerprint
+
+    @property
+    def unhashable(self) -> str | None:
+        """What of it cannot be hashed, in words; the digest is random then. None: all can be."""
+        return self.source.unhashable
 
 
 def look(dataset: Any) -> Look:
@@ -44,11 +45,15 @@ def look(dataset: Any) -> Look:
     Warns:
         FingerprintWarning: something in it cannot be hashed.
     """
-    found, unhashable = _whole(dataset)
-    origin = found if dataset._made is None else dataset._made.origin
-    for transform, arguments in dataset._steps:
+    source = _whole(dataset)
+    origin = source.digest if dataset._made is None else dataset._made.origin
+    found = source.digest
+    steps = {}
+    for number, (transform, arguments) in enumerate(dataset._steps, 1):
         found = combine(found, transform, arguments).digest
-    return Look(found, origin, unhashable)
+        # By itself: a change before it is named there.
+        steps[f"step {number}, {transform}"] = combine("", transform, arguments).digest
+    return Look(found, origin, replace(source, parts={**source.parts, **steps}))
 
 
 def digest(dataset: Any) -> str:
@@ -56,18 +61,13 @@ def digest(dataset: Any) -> str:
     return look(dataset).digest
 
 
-def _whole(dataset: MemmapDataset) -> tuple[str, str | None]:
-    """The fingerprint of what a dataset is a view of; and what of it cannot be hashed."""
+def _whole(dataset: MemmapDataset) -> Fingerprint:
+    """The fingerprint of what a dataset is a view of."""
     made = dataset._made
     if made is not None and _is_as_built(made):
-        return made.digest, None
+        return Fingerprint(made.digest)
     # A save of the user's, or a result that was replaced or written to since: it is what its bytes are.
-    try:
-        return short(walk().digest(dataset._whole(), ordered=False)), None
-    except Unhashable as error:
-        unhashable = explained(error, "dataset")
-        warn(unhashable)
-        return random_digest(), unhashable
+    return parts.of_dataset(dataset._whole())
 
 
 def _is_as_built(made: Made) -> bool:
@@ -141,6 +141,7 @@ def plan(dataset: Any, transform: str, arguments: Mapping[str, Any], new_fingerp
     before = look(dataset)
     if new_fingerprint is None:
         found = combine(before.digest, transform, arguments)
+        found = parts.with_source(found, before.source)
         found = replace(found, unhashable=found.unhashable or before.unhashable)
     elif isinstance(new_fingerprint, str):
         found = Fingerprint(new_fingerprint, {"transform": transform, "new_fingerprint": new_fingerprint})

@@ -14,13 +14,12 @@ import contextlib
 import errno
 import fcntl
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable
 
-from tdgpu.layout.lock import _holder
-from tdgpu.layout.objects import _user_level
+from tdgpu.errors import user_level
+from tdgpu.layout.flock import FIRST_PAUSE, LONGEST_PAUSE, ExclusiveLock, holder, is_still_there, try_lock
 from tdgpu.signals import uninterrupted, until_exit
 
 __all__ = ["USED", "CacheWarning", "Exclusive", "Hold", "while_locked"]
@@ -28,20 +27,12 @@ __all__ = ["USED", "CacheWarning", "Exclusive", "Hold", "while_locked"]
 #: The file in a directory that whoever uses the directory locks. Its time is that of the last use.
 USED = "used"
 
-# What flock fails with where the file system has no such locks.
-_UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF})
 _READ_ONLY = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-_FIRST_PAUSE = 0.001
-_LONGEST_PAUSE = 0.05
 #: How long it is waited for somebody who removes a directory: he holds its lock only until he has renamed it.
 _REMOVAL_SECONDS = 5.0
 #: After so long, whoever waits for another builder is told for whom.
 PATIENCE_SECONDS = 10.0
 
-# The descriptors of this process's exclusive locks. A fork waits while one is being taken, so that the child knows all
-# of them; reentrant, because a signal handler may fork in the middle of that.
-_taking = threading.RLock()
-_exclusive: set[int] = set()
 _told: set[int] = set()
 
 
@@ -49,47 +40,18 @@ class CacheWarning(UserWarning):
     """Something about the cache that the user should know, and that is no error."""
 
 
-def _close_in_child() -> None:
-    """Closes what a fork copied: the lock would outlive its killed owner for as long as the child lives."""
-    for descriptor in _exclusive:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _exclusive.clear()
-    _taking.release()
-
-
-os.register_at_fork(before=_taking.acquire, after_in_parent=_taking.release, after_in_child=_close_in_child)
-
-
-def _flock(descriptor: int, operation: int, path: str) -> bool | None:
-    """Takes a lock without waiting: whether it was to be had; None where there are no locks."""
-    try:
-        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise OSError(error.errno, error.strerror, path) from error
-        device = os.fstat(descriptor).st_dev
-        if device not in _told:
-            _told.add(device)
-            warnings.warn(
-                f"The file system of {path} has no locks ({error.strerror}). So nothing tells which results of the"
-                " cache are in use, and none is removed; and processes that need the same result at once each compute"
-                " it. Have TDGPU_CACHE name a directory on another file system.",
-                CacheWarning,
-                stacklevel=_user_level(),
-            )
-        return None
-    return True
-
-
-def _is_there(descriptor: int, path: str) -> bool:
-    """Whether an open file is still the one of that name."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except OSError:
-        return False
+def _tell(descriptor: int, path: str, error: OSError) -> None:
+    """Says once of a file system that it has no locks."""
+    device = os.fstat(descriptor).st_dev
+    if device not in _told:
+        _told.add(device)
+        warnings.warn(
+            f"The file system of {path} has no locks ({error.strerror}). So nothing tells which results of the"
+            " cache are in use, and none is removed; and processes that need the same result at once each compute"
+            " it. Have TDGPU_CACHE name a directory on another file system.",
+            CacheWarning,
+            stacklevel=user_level(),
+        )
 
 
 class Hold:
@@ -133,7 +95,7 @@ class Hold:
             # Somebody removes it, or looks whether somebody uses it: that takes no time.
             if time.monotonic() > deadline:
                 return None
-            time.sleep(_FIRST_PAUSE)
+            time.sleep(FIRST_PAUSE)
 
     @classmethod
     def _try(cls, directory: str, flags: int) -> Hold | bool | None:
@@ -145,9 +107,9 @@ class Hold:
             return None
         hold = None
         try:
-            if _flock(descriptor, fcntl.LOCK_SH, path) is False:
+            if try_lock(descriptor, fcntl.LOCK_SH, path, lambda at, error: _tell(at, path, error)) is False:
                 return False
-            if _is_there(descriptor, path):
+            if is_still_there(descriptor, path):
                 hold = cls(directory, descriptor)
             return hold
         finally:
@@ -176,23 +138,17 @@ def _open(path: str, flags: int) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
-class Exclusive:
+class Exclusive(ExclusiveLock):
     """The right to build what a file stands for, or to remove what it lies in.
 
     Args:
         path: the file. It is made if need be, but no directory is.
-
-    Attributes:
-        is_real: whether others are kept away: False where the file system has no locks.
     """
 
-    __slots__ = ("_descriptor", "_owner", "_path", "is_real")
+    __slots__ = ()
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
-        self._descriptor = -1
-        self._owner = os.getpid()
-        self.is_real = True
+        super().__init__(os.fspath(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
 
     def acquire(self) -> bool:
         """Takes the lock if nobody has it: whether it did.
@@ -210,51 +166,22 @@ class Exclusive:
             OSError: the file cannot be opened for writing.
         """
         told = time.monotonic() + PATIENCE_SECONDS
-        pause = _FIRST_PAUSE
-        # Polled: a flock that blocks would hold up signals, Ctrl-C among them.
+        pause = FIRST_PAUSE
         while not self.acquire():
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE)
             if time.monotonic() > told:
                 told = float("inf")
-                pid = _holder(self._path)
+                pid = holder(self._path)
                 who = "this very process" if pid == os.getpid() else f"process {pid}" if pid else "another process"
-                warnings.warn(f"Waiting for {who}, which {what}.", CacheWarning, stacklevel=_user_level())
-
-    def _try(self) -> bool:
-        with _taking:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            try:
-                locked = _flock(descriptor, fcntl.LOCK_EX, self._path)
-                # Whoever removes the file has its lock: another file may have its name by now.
-                if locked is not False and _is_there(descriptor, self._path):
-                    self.is_real = locked is True
-                    self._descriptor = descriptor
-                    _exclusive.add(descriptor)
-                    return True
-            finally:
-                if self._descriptor < 0:
-                    os.close(descriptor)
-        return False
+                warnings.warn(f"Waiting for {who}, which {what}.", CacheWarning, stacklevel=user_level())
 
     def release(self) -> None:
         """Gives it back. May be called again; in a forked child it does nothing, for the parent still has it."""
-        uninterrupted(self._release, always=True)
+        uninterrupted(super().release, always=True)
 
-    def _release(self) -> None:
-        descriptor = self._descriptor
-        if descriptor < 0 or self._owner != os.getpid():
-            return
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing would not do while a process being started has a copy
-        self._descriptor = -1
-        _exclusive.discard(descriptor)
-        os.close(descriptor)
-
-    @until_exit
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            self._release()
+    def _tell(self, descriptor: int, error: OSError) -> None:
+        _tell(descriptor, self._path, error)
 
 
 def while_locked(path: str | os.PathLike[str], function: Callable[[], None]) -> bool:

@@ -12,13 +12,13 @@ from tensordict import TensorDict
 
 from tdgpu.cache import lineage, results
 from tdgpu.cache.batching import batches
-from tdgpu.cache.failed import TransformError, named, writing
+from tdgpu.cache.failed import named, writing
 from tdgpu.cache.writing import Writer
 from tdgpu.data import arguments
 from tdgpu.data.dataset import MemmapDataset
 from tdgpu.data.selection import check_keys
 from tdgpu.data.views import digest_of
-from tdgpu.errors import InvalidArgument, InvalidArgumentType
+from tdgpu.errors import InvalidArgument, InvalidArgumentType, TransformError
 from tdgpu.layout.tree import Key, Kind
 from tdgpu.load import load_memmap
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tdgpu.cache.encode import digest
 
-__all__ = ["library", "library_of_file", "module_of"]
+__all__ = ["module_of", "release_of", "release_of_file"]
 
 #: Packages that count as libraries wherever they lie, as in a checkout.
 _OURS = frozenset({"tdgpu"})
@@ -25,25 +25,25 @@ def module_of(namespace: dict[str, Any]) -> ModuleType | None:
     return module if getattr(module, "__dict__", None) is namespace else None
 
 
-def library(name: str) -> str | None:
+def release_of(name: str) -> str | None:
     """What stands for the code of a module of that name; None if that is the user's.
 
     The standard library is known by Python's minor version; an installed package by its version and by the digests of
     its Python files in the record of its installation: a package that is installed again with changes is another one,
     whatever version it claims.
 
-    >>> library("json.decoder") == f"python {sys.version_info[0]}.{sys.version_info[1]}", library("__main__")
+    >>> release_of("json.decoder") == f"python {sys.version_info[0]}.{sys.version_info[1]}", release_of("__main__")
     (True, None)
     """
     top = name.partition(".")[0]
     if top in _OURS:
         return _distribution(top)
     # Not remembered: it may be imported yet.
-    return None if name not in sys.modules or name in ("__main__", "__mp_main__") else _library(name)
+    return None if name not in sys.modules or name in ("__main__", "__mp_main__") else _release_of(name)
 
 
 @functools.lru_cache(maxsize=4096)
-def _library(name: str) -> str | None:
+def _release_of(name: str) -> str | None:
     module = sys.modules[name]
     if name in sys.builtin_module_names:
         return _python()
@@ -57,12 +57,12 @@ def _library(name: str) -> str | None:
         if paths:
             file = os.path.join(str(paths[0]), "__init__.py")
         elif "." in name:
-            return library(name.rpartition(".")[0])
-    return None if file is None else library_of_file(file, name)
+            return release_of(name.rpartition(".")[0])
+    return None if file is None else release_of_file(file, name)
 
 
-def library_of_file(file: str, name: str) -> str | None:
-    """As :func:`library`, for a module of which only the file is known."""
+def release_of_file(file: str, name: str) -> str | None:
+    """As :func:`release_of`, for a module of which only the file is known."""
     path = os.path.realpath(file)
     if any(path.startswith(directory) for directory in _installed()):
         return _distribution(name.partition(".")[0])

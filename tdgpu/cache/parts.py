@@ -74,5 +74,4 @@ def with_source(fingerprint: Fingerprint, source: Fingerprint) -> Fingerprint:
     {'source': 'd19493523d95e2dc', 'source: leaf a': '81b6f2a0c4d3e95f'}
     """
     more = ((f"source: {name}", value) for name, value in source.parts.items())
-    parts = {**fingerprint.parts, "source": source.digest}
-    return replace(fingerprint, parts={**parts, **dict(itertools.islice(more, MAX_PARTS))})
+    return replace(fingerprint, parts={**fingerprint.parts, **dict(itertools.islice(more, MAX_PARTS))})

@@ -21,7 +21,7 @@ from typing import Any
 from tdgpu.cache.fingerprint import Fingerprint
 from tdgpu.cache.leaves import Source, digests
 from tdgpu.errors import TdgpuError
-from tdgpu.layout.commit import sync_directory
+from tdgpu.layout.commit import sync_directory, sync_file
 from tdgpu.layout.tree import Extent
 
 __all__ = ["ENTRY", "SAVE", "Record", "changed_file", "read", "write"]
@@ -65,7 +65,7 @@ def write(directory: Path, fingerprint: Fingerprint, reason: str | None) -> Reco
     """
     files = _files(directory / SAVE)
     for name in files:
-        _sync(directory / SAVE / name)
+        sync_file(str(directory / SAVE / name))
     found = dict(zip(files, _digests(directory, files), strict=True))
     sizes = {name: status.st_size for name, status in files.items()}
     record = Record(fingerprint, sum(sizes.values()), time.time(), reason)
@@ -151,16 +151,6 @@ def _digests(directory: Path, files: dict[str, os.stat_result]) -> list[str]:
         for name, status in files.items()
     ]
     return [digest.hex() for digest in digests(str(save), sources)]
-
-
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(file)) from error
-    finally:
-        os.close(descriptor)
 
 
 def _dump(file: Path, content: dict[str, Any]) -> None:

@@ -17,7 +17,8 @@ from tensordict import (
     is_tensorclass,
 )
 
-from tdgpu.cache.failed import TransformError, named
+from tdgpu.cache.failed import named
+from tdgpu.errors import TransformError
 from tdgpu.layout.growth import _is_same
 from tdgpu.layout.tree import Key
 

@@ -9,8 +9,9 @@ from typing import Any
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack
 
 from tdgpu.append.appender import MemmapAppender
-from tdgpu.cache.failed import TransformError, writing
+from tdgpu.cache.failed import writing
 from tdgpu.cache.results import VALUES, is_class, is_entries, is_equal
+from tdgpu.errors import TransformError
 from tdgpu.layout import keys
 from tdgpu.layout.tree import Key
 

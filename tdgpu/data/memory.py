@@ -1,4 +1,4 @@
-"""Host memory for large batches, used again when nobody holds the batch any more.
+"""Host memory for large leaves of batches, used again when nobody holds them any more.
 
 Memory that is fresh from the system is zeroed page by page as it is first written, which takes longer than gathering
 the rows. The C library keeps small blocks, but gives large ones back.
@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["BatchMemory"]
 
-#: Smaller batches are left to the C library.
+#: Smaller leaves are left to the C library.
 LARGE = 32 << 10
 _ALIGNMENT = 64
 
@@ -33,8 +33,6 @@ class BatchMemory:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Bytes that are not initialised, as a tensor of uint8, of whose storage tensors can be made."""
-        if nbytes < LARGE:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         block = self._block(nbytes + _ALIGNMENT)
         skipped = -block.ctypes.data % _ALIGNMENT
         lent = block[skipped : skipped + nbytes]

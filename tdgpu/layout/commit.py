@@ -237,6 +237,33 @@ def sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
+def sync_file(path: str) -> None:
+    """Makes durable what is in a file.
+
+    Raises:
+        OSError: that failed, or there is no such file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: str) -> None:
+    """Makes durable a directory with all that is in it.
+
+    Raises:
+        OSError: that failed.
+    """
+    for parent, _, files in os.walk(directory):
+        for name in files:
+            sync_file(os.path.join(parent, name))
+        sync_directory(parent)
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -427,7 +454,7 @@ def recover(prefix: str) -> RecoveryReport:
     if behind:
         sync_directory(top.directory)  # the commit itself, in case that its writer did not come to that
     for level in behind:
-        _sync_file(_temporary(level.directory))
+        sync_file(_temporary(level.directory))
         os.replace(_temporary(level.directory), level.where.file)
         sync_directory(level.directory)
         completed.append(level.where.file)
@@ -455,16 +482,6 @@ def _can_complete(level: _Found, rows: int) -> bool:
 
 def _parsed(where: Where) -> Meta:
     return metadata.parse(read_small(where, missing=SaveNotFound, bound=get_options().max_metadata_bytes), where)
-
-
-def _sync_file(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from error
-    finally:
-        os.close(descriptor)
 
 
 def _surplus(level: _Found, meta: Meta) -> int:

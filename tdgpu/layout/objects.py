@@ -6,11 +6,10 @@ import hashlib
 import json
 import os
 import pickle
-import sys
 import warnings
 from typing import Any
 
-from tdgpu.errors import FormatError, MissingLeafError, PickleRefused, UnknownClassError
+from tdgpu.errors import FormatError, MissingLeafError, PickleRefused, UnknownClassError, user_level
 from tdgpu.layout import metadata
 from tdgpu.layout.classes import TENSORCLASS
 from tdgpu.layout.files import Where
@@ -133,7 +132,7 @@ def _unpickle(data: bytes, where: Where, allow_pickle: bool | None) -> Any:
             f"Loading pickled non-tensor data from {where.file}. That can run any code: pass allow_pickle=True if you"
             " trust the save, or allow_pickle=False to refuse. A later version of tensordict will refuse by default.",
             FutureWarning,
-            stacklevel=_user_level(),
+            stacklevel=user_level(),
         )
     try:
         return pickle.loads(data)
@@ -143,14 +142,3 @@ def _unpickle(data: bytes, where: Where, allow_pickle: bool | None) -> Any:
         ) from error
     except Exception as error:
         raise where.error(FormatError, f"This cannot be unpickled: {type(error).__name__}: {error}.") from error
-
-
-def _user_level() -> int:
-    """The ``stacklevel`` at which a warning of the caller points at the code that called tdgpu."""
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    level = 1
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package + os.sep):
-        frame = frame.f_back
-        level += 1
-    return level
